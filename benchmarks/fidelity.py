@@ -198,15 +198,16 @@ def main() -> None:
         with nodes_up(node):
             warm_up = [replace(arrival, time_s=0.3 * i) for i, arrival in enumerate(draw(args.warm_up, rng))]
             asyncio.run(replay(node, warm_up, tokens))
-            first = make_step_time(MODEL, read_step_times(node.url))
 
             def at_load(arrivals: list[Arrival]) -> list[Arrival]:
-                per_request_s = statistics.fmean(alone_s(first, arrival) for arrival in arrivals)
+                """Return the requests at --load of what the node says that it can do."""
+                step_time = make_step_time(MODEL, read_step_times(node.url))
+                per_request_s = statistics.fmean(alone_s(step_time, arrival) for arrival in arrivals)
                 return [replace(a, time_s=a.time_s * per_request_s / args.load) for a in arrivals]
 
-            arrivals = at_load(draw(args.requests, rng))
             asyncio.run(replay(node, at_load(draw(args.settle, rng)), tokens))
             before = read_step_times(node.url)
+            arrivals = at_load(draw(args.requests, rng))
             say(f"{len(arrivals)} requests in {arrivals[-1].time_s:,.0f} s")
             answers, watch = asyncio.run(watched(node, arrivals, tokens, args.poll_s))
             first_s = min(answer.start_s for answer in answers)

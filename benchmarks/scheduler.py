@@ -1,13 +1,17 @@
 """Times the C++ scheduler alone: `python benchmarks/scheduler.py`. Prints medians and the spread of the runs.
 
+Names of parts run these alone: `python benchmarks/scheduler.py forecast`.
+
 - step: schedule() + commit() with 64 running sequences of 2,000 tokens, and with reading the plan's arrays as well
 - wait: a request ends and the next of 100,000 is admitted, by each policy
 - write_back: take_offers() after each such step, beside a pool full of cached blocks
 - match: add_request() + schedule() of a prompt of 128K tokens that a tree of 10^6 blocks holds
+- forecast: the gateway's forecast for a request that arrives while 1,000 wait and 64 are answered, by each policy
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import get_args
 
@@ -15,6 +19,7 @@ import numpy as np
 
 from swiftkv import _core
 from swiftkv.policies import SchedulingPolicy
+from swiftkv.server.forecast import EngineForecast, ForecastLimits, NewPrompt
 
 BLOCK_SIZE = 16
 NO_STOP = np.array([], np.int32)
@@ -198,10 +203,48 @@ def bench_write_back(num_blocks: int, num_seqs: int = 64, length: int = 2000, st
     print("  take_offers              ", percentiles(take_s))
 
 
-if __name__ == "__main__":
-    bench_step()
-    for num_blocks in (100_000, 1_000_000):
-        bench_write_back(num_blocks)
+def bench_forecast(policy: SchedulingPolicy, num_waiting: int = 1000, num_answers: int = 64, runs: int = 2000) -> None:
+    forecast = EngineForecast(ForecastLimits(policy, step_limit_s=0.25))
+    forecast.learn([1.27e-3, 2.5e-7, 2.5e-7, 0.0, 0.0, 0.0225])
+    rng = np.random.default_rng(0)
+
+    def prompt() -> NewPrompt:
+        return NewPrompt(int(rng.lognormal(6.3, 0.9)) % 8000 + 1, due_s=10.0)
+
+    for i in range(num_answers + 1000):  # the first have a token or are gone, so that there are errors to allow for
+        found = forecast.of(prompt(), 0.01 * i)
+        assert found is not None
+        forecast.add(i, prompt(), 0.01 * i, found.ttft_s)
+        forecast.token(i, 0.01 * i + 0.005)
+        if i >= num_answers:
+            forecast.end(i, 0.01 * i + 0.006)
+    for i in range(num_waiting):
+        forecast.add(10_000 + i, prompt(), 20.0 + 0.01 * i)
+    forecast.admitted(10_000, 0, 30.0)
+    forecast_s = []
+    for i in range(runs):
+        arrives = prompt()
+        start = time.process_time()
+        forecast.of(arrives, 31.0 + 0.001 * i)
+        forecast_s.append(time.process_time() - start)
+    print(f"forecast, {num_waiting} requests wait, {policy}")
+    print("  of                       ", percentiles(forecast_s))
+
+
+def main(parts: list[str]) -> None:
+    if "step" in parts:
+        bench_step()
+    if "write_back" in parts:
+        for num_blocks in (100_000, 1_000_000):
+            bench_write_back(num_blocks)
     for policy in get_args(SchedulingPolicy):
-        bench_wait(policy)
-    bench_match()
+        if "wait" in parts:
+            bench_wait(policy)
+        if "forecast" in parts:
+            bench_forecast(policy)
+    if "match" in parts:
+        bench_match()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or ["step", "write_back", "wait", "forecast", "match"])

@@ -18,7 +18,7 @@ from swiftkv.server.tenants import ANYBODY, Sender
 
 _LEAST_RETRY_S = 1.0
 _FORECAST_ONE_OF = 16
-"""One in so many requests without targets gets a forecast, for the metric: it takes 0.15 ms."""
+"""One in so many requests without targets gets a forecast, for the metric."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,15 +44,18 @@ class ForecastingDoor(OpenDoor):
         pieces = self._sent.pieces(arrival.prompt().astype("<i4").tobytes(), "")
         num_cached = min(self._sent.num_known(pieces), arrival.input_tokens - 1)
         new = NewPrompt(arrival.input_tokens, num_cached, due_s=target_s, flow=arrival.flow)
-        forecast = self._forecast.of(new, now_s)
-        assert forecast is not None, "the times of steps are known"
-        self.forecasts[request_id] = forecast
+        forecast = self.forecasts[request_id] = self.forecast_of(request_id, new, now_s)
         if self._refuses and forecast.hopeful_ttft_s > target_s:
             return False
         self._forecast.add(request_id, new, now_s, forecast.ttft_s)
         self._starts.add(request_id, now_s + target_s)
         self._sent.add(pieces)
         return True
+
+    def forecast_of(self, request_id: int, new: NewPrompt, now_s: float) -> Forecast:
+        forecast = self._forecast.of(new, now_s)
+        assert forecast is not None, "the times of steps are known"
+        return forecast
 
     def begun(self, request_id: int, num_cached: int, now_s: float) -> None:
         self._forecast.admitted(request_id, num_cached, now_s)
