@@ -205,7 +205,7 @@ class Card {
     const more = [engine.why, engine.loading && loadingWords(engine.loading)].filter(Boolean).join("; ");
     state.textContent = `${lending.role}, ${engine.state}${more ? `: ${more}` : ""}`;
     state.classList.toggle("bad", !["ready", "slow", "asleep"].includes(engine.state));
-    const recalls = Object.entries(lending.recalls ?? {}).map(([reason, count]) => `${count} ${reason}`);
+    const recalls = Object.entries(lending.recalls ?? {}).filter(([, count]) => count).map(([reason, count]) => `${count} ${reason}`);
     this.list([
       ["running, waiting", figures ? `${figures.running}, ${figures.waiting}` : "–"],
       ["in the cache", figures ? hitWords(figures) : "–"],
