@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -61,15 +62,14 @@ class RedisMedium:
             found += map(bool, self._send([("EXISTS", self._name(key)) for key in keys[begin : begin + _MAX_NAMED]]))
         return found
 
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
         """Read in pipelines of bounded size."""
-        statuses: list[Status] = []
         for begin, end in batches(into, _BATCH_BYTES):
             if time.monotonic() > deadline_s:
-                break
+                yield from itertools.repeat(Status.LATE, len(keys) - begin)
+                return
             replies = self._send([("GETEX", self._name(key), "PX", self._ttl_ms) for key in keys[begin:end]])
-            statuses += map(_fill, into[begin:end], replies)
-        return statuses + [Status.LATE] * (len(keys) - len(statuses))
+            yield from map(_fill, into[begin:end], replies)
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
         """Write what is not there, in pipelines of bounded size."""
