@@ -72,7 +72,7 @@ def test_noise_and_steps_that_the_machine_interrupted_do_little_harm() -> None:
 
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 def test_predictions_are_right_on_average(noise: float) -> None:
-    """Of steps that take longer or shorter by chance, neither count more."""
+    """Steps that take longer by chance count as much as those that take less."""
     rng = np.random.default_rng(8)
     step_time = _core.StepTime()
     predicted_s, taken_s = [], []

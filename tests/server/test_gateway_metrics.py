@@ -76,7 +76,7 @@ def test_names_and_counts(slow_gateway: Gateway) -> None:
 
 
 def test_the_way_through_the_gateway_is_measured(slow_gateway: Gateway) -> None:
-    """Of every request the way to the engine, of a stream that of its first token from there."""
+    """Every request counts on its way to the engine, and a stream once its first token is written."""
     ways = "swiftkv:gateway_request_seconds_count", "swiftkv:gateway_first_token_seconds_count"
     with slow_gateway.http() as http:
         before = samples(http.get("/metrics").text)

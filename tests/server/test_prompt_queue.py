@@ -1,4 +1,4 @@
-"""What is ahead of a prompt that arrives: against a naive model, and interruptions against a simulation in ticks."""
+"""The work ahead of a prompt that arrives: against a naive model, and interruptions against a simulation in ticks."""
 
 from __future__ import annotations
 

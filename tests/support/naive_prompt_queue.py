@@ -1,4 +1,4 @@
-"""What is ahead of a prompt that arrives, in plain Python: the model that `_core.PromptQueue` is compared with."""
+"""The work ahead of a prompt that arrives, in plain Python: the model that `_core.PromptQueue` is compared with."""
 
 from __future__ import annotations
 
