@@ -20,8 +20,10 @@ _VERSION = 1
 _NAMED = struct.Struct(f"<4sI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ56x")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _NAMED.size + _CHECKSUM.size
-_HALF_BYTES = 1 << 20
-"""A half of a read that is worth a second thread has as many bytes."""
+_HALF_BYTES = 8 << 20
+"""A half of a read that is worth waking a second thread has as many bytes."""
+_DIVIDED_BLOCK_BYTES = 128 << 10
+"""With smaller blocks two threads wait for the interpreter, and for each other."""
 
 _log = logging.getLogger(__name__)
 
@@ -130,9 +132,11 @@ class SealedBackend:
 def _middle(blocks: Sequence[memoryview]) -> int | None:
     """Return the number of the block that halves the bytes; `None` if they are not worth being halved."""
     total = sum(block.nbytes for block in blocks)
+    if total < 2 * _HALF_BYTES or total < _DIVIDED_BLOCK_BYTES * len(blocks):
+        return None
     num_bytes = 0
     for i, block in enumerate(blocks):
         if 2 * num_bytes >= total:
-            return i if min(num_bytes, total - num_bytes) >= _HALF_BYTES else None
+            return i
         num_bytes += block.nbytes
     return None

@@ -82,7 +82,7 @@ class MediumForTwo(MemoryMedium):
 def test_two_threads_do_a_large_call() -> None:
     medium = MediumForTwo(name="for two")
     backend = SealedBackend(GuardedMedium(medium, Breaker()), FINGERPRINT)
-    num_bytes = 1 << 20
+    num_bytes = 4 << 20
     keys = [key_of(n) for n in range(5)]
     assert put(backend, keys, num_bytes) == [Status.OK] * 5
     del medium.objects[keys[0]]
