@@ -109,7 +109,7 @@ class StepWeights {
     void refer(int row, float score) {
         if (score == kLowest) return;
         max_[row] = score;
-        shift_[row] = 0.5f - score * scale_;  // see weights_of
+        shift_[row] = E::kWeightShift - score * scale_;
     }
 
     bool is_full() const { return step_ + kRingSteps == scored_end_; }
@@ -146,8 +146,8 @@ class StepWeights {
                 look_at(row, Simd::largest(Simd::max(first, second)));
             }
             const V shift = Simd::set1(shift_[row]);
-            first = weights_of(Simd::fma(first, scale, shift));
-            second = weights_of(Simd::fma(second, scale, shift));
+            first = E::weights_of(Simd::fma(first, scale, shift));
+            second = E::weights_of(Simd::fma(second, scale, shift));
             E::pack(weights, first, second);
             Simd::store(sums, Simd::add(Simd::add(Simd::load(sums), first), second));
             scores += kStepKeys;
@@ -168,14 +168,6 @@ class StepWeights {
 
     V seen(int row, int key, V scores) const {
         return Simd::only(scores, lo_[row] - key, hi_[row] - key, Simd::set1(kLowest));
-    }
-
-    // 2^(x - 1/2). A fourth term would be lost when weights are rounded: three are off by 8e-5.
-    static V weights_of(V x) {
-        const V f = Simd::fraction(x);
-        V y = Simd::fma(Simd::set1(0.05517167f), f, Simd::set1(0.15985362f));
-        y = Simd::fma(y, f, Simd::set1(0.49202862f));
-        return Simd::scale(Simd::fma(y, f, Simd::set1(0.70705390f)), x);
     }
 
     const AttentionSpec& spec_;

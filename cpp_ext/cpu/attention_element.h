@@ -43,7 +43,7 @@ Simd::V tanh_of_log2(Simd::V x) {
 
 // How a dtype is multiplied. kPack of its elements lie together along the summed dimension: a Fragment is kLanes times
 // kPack elements of K or V, an Operand kPack queries or weights, kept as Packed. kIsWidened: elements are turned into
-// floats each time they are multiplied.
+// floats each time they are multiplied. weights_of(x) is 2^(x - kWeightShift), as exactly as weights are kept.
 struct Float32 {
     static constexpr bool kIsWidened = false;
     using V = Simd::V;
@@ -62,7 +62,14 @@ struct Float32 {
     static Fragment first_of_fragment(const Elem* p) { return fragment(p); }
     static Operand operand(const Packed* p) { return Simd::set1(*p); }
     static V multiply_add(V acc, Fragment a, Operand b) { return Simd::fma(a, b, acc); }
+
+    static constexpr float kWeightShift = 0.0f;
+    static V weights_of(V x) { return exp2<kExpTerms>(x); }
     static void pack(Packed* p, V x) { Simd::store(p, x); }
+    static void pack(Packed* p, V first, V second) {
+        pack(p, first);
+        pack(p + Simd::kLanes, second);
+    }
 };
 
 struct Float16 : Float32 {
@@ -82,18 +89,15 @@ struct Float16 : Float32 {
 };
 
 // In float32, the first of a pair before the second.
-struct BFloat16 {
+struct BFloat16 : Float32 {
     static constexpr bool kIsWidened = true;
-    using V = Simd::V;
     using Elem = uint16_t;
-    using Packed = float;
     struct Pair {
         V first, second;
     };
     using Fragment = Pair;
     using Operand = Pair;
     static constexpr int kPack = 2;
-    static constexpr int kExpTerms = 5;
 
     static V load(const Elem* p) { return Simd::load_bf16(p); }
     static void store(Elem* p, V x) { Simd::store_bf16(p, x); }
@@ -109,7 +113,6 @@ struct BFloat16 {
     static V multiply_add(V acc, Fragment a, Operand b) {
         return Simd::fma(a.second, b.second, Simd::fma(a.first, b.first, acc));
     }
-    static void pack(Packed* p, V x) { Simd::store(p, x); }
 };
 
 }  // namespace

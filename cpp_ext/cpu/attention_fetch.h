@@ -43,6 +43,7 @@ class Fetcher {
     }
 
     void operator()(int num_lines) {
+        if (is_done_) return;  // one branch a step of a product, where finding nothing took 4 % of prompts
         for (; num_lines > 0; --num_lines) {
             if (turn_ == num_turns_ && !next_line()) return;
             __builtin_prefetch(groups_[turn_++] + offset_, 0, 2);
@@ -65,6 +66,7 @@ class Fetcher {
         num_runs_ = run_ = 0;
         num_turns_ = turn_ = 0;
         lines_left_ = 0;
+        is_done_ = false;
     }
     void add(bool is_keys, const Elem* const* groups, int begin, int end) {
         runs_[num_runs_++] = {is_keys, groups, begin, end};
@@ -81,10 +83,8 @@ class Fetcher {
     }
     bool next_groups() {
         while (run_ < num_runs_ && runs_[run_].begin == runs_[run_].end) ++run_;
-        if (run_ == num_runs_) {
-            lines_left_ = 0;
-            return false;
-        }
+        is_done_ = run_ == num_runs_;
+        if (is_done_) return false;
         Run& run = runs_[run_];
         groups_ = run.groups + run.begin;
         num_turns_ = smaller(kGroupsInTurn, run.end - run.begin);
@@ -102,6 +102,7 @@ class Fetcher {
     int num_turns_, turn_;
     int64_t offset_, stride_;  // of their line
     int lines_left_;           // of each, with this one
+    bool is_done_;             // all lines of all runs are fetched
 };
 
 }  // namespace

@@ -69,12 +69,19 @@ struct Softmax {
         max = largest(begin, end, scores);
 
         const float c = exponent_scale(spec);
-        const V cs = Simd::set1(c), shift = Simd::set1(-(max * c));
+        const V cs = Simd::set1(c), shift = Simd::set1(E::kWeightShift - max * c);
+        const auto weight_at = [&](int t) { return E::weights_of(Simd::fma(Simd::load(scores + t), cs, shift)); };
         V sums = Simd::zero();
-        for (int t = begin; t < end; t += kWidth) {
-            const V p = exp2<E::kExpTerms>(Simd::fma(Simd::load(scores + t), cs, shift));
-            E::pack(weights + t, p);
-            sums = Simd::add(sums, p);
+        int t = begin;
+        for (; t + kWidth < end; t += 2 * kWidth) {
+            const V first = weight_at(t), second = weight_at(t + kWidth);
+            E::pack(weights + t, first, second);
+            sums = Simd::add(Simd::add(sums, first), second);
+        }
+        if (t < end) {
+            const V last = weight_at(t);
+            E::pack(weights + t, last);
+            sums = Simd::add(sums, last);
         }
         sum = Simd::sum(sums);
     }
