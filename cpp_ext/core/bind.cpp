@@ -22,7 +22,7 @@ using namespace swiftkv;
 namespace swiftkv {
 void bind_prompt_queue(nb::module_& m);
 void bind_step_time(nb::module_& m);
-}
+}  // namespace swiftkv
 
 namespace {
 
