@@ -357,7 +357,6 @@ nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int bl
 NB_MODULE(_core, m) {
     m.doc() = "Block pool, prefix index and scheduler of swiftkv.";
     m.attr("NO_BLOCK") = kNoBlock;
-    nb::set_leak_warnings(false);  // what lives as long as the process is not given back at its end
     m.attr("PRIORITIES_PER_CLASS") = kPrioritiesPerClass;
     bind_stats(m);
     bind_prompt_queue(m);

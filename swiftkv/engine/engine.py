@@ -247,6 +247,7 @@ class Engine:
             self._finish_steps()
             self._runner.fence().wait()
             self._lending.transfer_failed(plan, error.links)
+            self._previous_end_s = time.monotonic()  # the next step did not take the time that this one lost
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
         if masks is not None:

@@ -10,7 +10,6 @@ import xxhash
 
 from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, Usage
 from swiftkv.storage.breaker import GuardedMedium
-from swiftkv.storage.helper import Helper
 
 FINGERPRINT_BYTES = 16
 _MAGIC = b"SwKV"
@@ -20,10 +19,6 @@ _VERSION = 1
 _NAMED = struct.Struct(f"<4sI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ56x")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _NAMED.size + _CHECKSUM.size
-_HALF_BYTES = 8 << 20
-"""A half of a read that is worth waking a second thread has as many bytes."""
-_DIVIDED_BLOCK_BYTES = 128 << 10
-"""With smaller blocks two threads wait for the interpreter, and for each other."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +55,6 @@ class SealedBackend:
         assert len(fingerprint) == FINGERPRINT_BYTES
         self._medium = medium
         self._fingerprint = fingerprint
-        self._helper = Helper()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -76,21 +70,11 @@ class SealedBackend:
         return self._medium.exists(keys, deadline_s) if keys else []
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
-        """Read blocks, and drop those that are corrupt. Two threads do a large call, if two calls may run at once."""
+        """Read blocks, and drop those that are corrupt."""
         assert len(keys) == len(into)
         assert all(len(key) == KEY_BYTES for key in keys)
         if not keys:
             return []
-        middle = _middle(into) if self.capabilities.max_calls > 1 else None
-        if middle is None:
-            return self._get(keys, into, deadline_s)
-        front, back = self._helper.both(
-            lambda: self._get(keys[:middle], into[:middle], deadline_s),
-            lambda: self._get(keys[middle:], into[middle:], deadline_s),
-        )
-        return front + back
-
-    def _get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
         headers = memoryview(bytearray(HEADER_BYTES * len(keys)))
         parts = [(headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES], block) for i, block in enumerate(into)]
         told = self._medium.read(keys, parts, deadline_s)
@@ -125,18 +109,4 @@ class SealedBackend:
 
     def close(self) -> None:
         """Let go of the medium."""
-        self._helper.close()
         self._medium.close()
-
-
-def _middle(blocks: Sequence[memoryview]) -> int | None:
-    """Return the number of the block that halves the bytes; `None` if they are not worth being halved."""
-    total = sum(block.nbytes for block in blocks)
-    if total < 2 * _HALF_BYTES or total < _DIVIDED_BLOCK_BYTES * len(blocks):
-        return None
-    num_bytes = 0
-    for i, block in enumerate(blocks):
-        if 2 * num_bytes >= total:
-            return i
-        num_bytes += block.nbytes
-    return None

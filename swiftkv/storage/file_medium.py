@@ -173,11 +173,12 @@ class FileMedium:
     def _write_batch(self, keys: Sequence[bytes], sources: Sequence[Parts]) -> list[Status]:
         disk_bytes = list(map(_disk_bytes, sources))
         num_bytes = sum(disk_bytes)
-        if num_bytes > self._options.size or not self._free_disk(num_bytes):
-            return [Status.MISSING] * len(keys)
         paths = [f"{self._new}/{next(self._new_names)}" for _ in keys]
-        unpublished = set(paths)
+        unpublished: set[str] = set()
         try:
+            if num_bytes > self._options.size or not self._free_disk(num_bytes):
+                return [Status.MISSING] * len(keys)
+            unpublished.update(paths)
             statuses = [self._write_new(path, parts) for path, parts in zip(paths, sources, strict=True)]
             written = [i for i, status in enumerate(statuses) if status is Status.OK]
             self._publish([(keys[i], paths[i], disk_bytes[i]) for i in written])

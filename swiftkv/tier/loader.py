@@ -173,7 +173,7 @@ class Loader:
         if took_s < _SHORT_S:
             load.growth = min(2 * load.growth, _MAX_GROWTH)
         elif took_s > 2 * _SHORT_S:
-            load.growth = max(load.growth // 2, 1)
+            load.growth = 1  # it may go on in slower storage
         if is_whole and len(part) < len(rest):
             return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)
         statuses += [None] * (len(rest) - len(statuses))

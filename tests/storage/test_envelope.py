@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import strategies as st
 from swiftkv.storage.backend import Parts, Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import HEADER_BYTES, SealedBackend, seal, verify
-from swiftkv.storage.helper import Helper
-from tests.support.storage import FINGERPRINT, TIMEOUT_S, MemoryMedium, block_of, check_got, get, key_of, put, soon
+from tests.support.storage import FINGERPRINT, MemoryMedium, block_of, check_got, get, key_of, put, soon
 
 KEY = key_of(1)
 BLOCK = block_of(KEY, 100)
@@ -65,60 +63,6 @@ def test_a_block_is_verified_before_the_next_is_read() -> None:
     keys = [key_of(n) for n in range(3)]
     assert put(backend, keys) == [Status.OK] * 3
     assert get(backend, keys)[0] == [Status.OK] * 3
-
-
-class MediumForTwo(MemoryMedium):
-    """A medium that answers two reads only when both have begun."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.both_read = threading.Barrier(2)
-
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
-        self.both_read.wait(TIMEOUT_S)
-        return super().read(keys, into, deadline_s)
-
-
-def test_two_threads_do_a_large_call() -> None:
-    medium = MediumForTwo(name="for two")
-    backend = SealedBackend(GuardedMedium(medium, Breaker()), FINGERPRINT)
-    num_bytes = 4 << 20
-    keys = [key_of(n) for n in range(5)]
-    assert put(backend, keys, num_bytes) == [Status.OK] * 5
-    del medium.objects[keys[0]]
-    medium.objects[keys[3]] = medium.objects[keys[4]]
-    expected = [Status.MISSING, Status.OK, Status.OK, Status.CORRUPT, Status.OK]
-    assert check_got(backend, keys, num_bytes) == expected
-    assert keys[3] not in medium.objects
-    backend.close()
-
-
-def test_a_helper_that_is_busy_leaves_both_halves_to_the_caller() -> None:
-    helper = Helper()
-    here = threading.get_ident()
-    outer = helper.both(lambda: helper.both(threading.get_ident, threading.get_ident), lambda: (0, 0))
-    assert outer[0] == (here, here)
-    mine, other = helper.both(threading.get_ident, threading.get_ident)
-    assert mine == here != other
-    helper.close()
-
-
-@pytest.mark.parametrize("is_mine", [True, False])
-def test_an_error_of_either_half_is_raised_when_both_have_ended(is_mine: bool) -> None:
-    helper = Helper()
-    ended: list[str] = []
-
-    def succeed() -> None:
-        ended.append("succeeded")
-
-    def fail() -> None:
-        raise AssertionError("a defect")
-
-    with pytest.raises(AssertionError, match="a defect"):
-        helper.both(fail, succeed) if is_mine else helper.both(succeed, fail)
-    assert ended == ["succeeded"]
-    assert helper.both(lambda: 1, lambda: 2) == (1, 2)
-    helper.close()
 
 
 @pytest.mark.parametrize("region", OFFSETS)
