@@ -357,6 +357,8 @@ nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int bl
 NB_MODULE(_core, m) {
     m.doc() = "Block pool, prefix index and scheduler of swiftkv.";
     m.attr("NO_BLOCK") = kNoBlock;
+    // What a node works with lives until its process ends. nanobind would list it all on the user's terminal then.
+    nb::set_leak_warnings(false);
     m.attr("PRIORITIES_PER_CLASS") = kPrioritiesPerClass;
     bind_stats(m);
     bind_prompt_queue(m);
