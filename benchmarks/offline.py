@@ -70,7 +70,7 @@ class MixedRun(EngineRun):
 
     @property
     def has_work(self) -> bool:
-        return super().has_work or self._places() > 0
+        return super().has_work or (bool(self._lines) and self._places() > 0)
 
     @property
     def is_over(self) -> bool:
@@ -135,7 +135,7 @@ def main() -> None:
     parser = trace_parser(__doc__)
     parser.set_defaults(seqs=64, pool_tokens=256_000)
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.02, 0.05])
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.05, 0.1])
     parser.add_argument("--lines", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 56])
     parser.add_argument("--most-missed", type=float, default=0.01)
     parser.add_argument("--target-s", type=float, default=10.0)
@@ -147,7 +147,8 @@ def main() -> None:
     rng = np.random.default_rng(args.seed)
     trace = [shortened(arrival, args.shrink) for arrival in spread_ties(read_trace(args.trace), rng)]
     arrivals = trace[: args.requests]
-    drawn = rng.choice(len(trace), 4 * args.requests)
+    # Twice as many as the engine could compute until the last client's request at the lowest load.
+    drawn = rng.choice(len(trace), round(2 * args.requests / min(args.loads)))
     lines = [
         replace(trace[i], blocks=tuple(_FIRST_BLOCK + 1000 * n + k for k in range(len(trace[i].blocks))))
         for n, i in enumerate(drawn)
