@@ -8,6 +8,9 @@ sends the whole history and `--new` fresh tokens, and asks for `--out-tokens`: o
 once in random order, two at a time. Servers are measured in turns, turn by turn of the conversations, and whoever is
 not measured is held still. First turns, which are new to every server, are left out of the figures.
 
+With several numbers of conversations (`--sessions 2 4 8`) each has a report of its own, multiturn-8.json, of which
+lending_plots.py draws a curve.
+
 VENV has vLLM's CPU build. Without --vllm-venv, or with --alone, the master is measured without lending as well.
 """
 
@@ -249,6 +252,19 @@ def report(results: dict[str, list[list[dict[str, Any]]]]) -> tuple[str, dict[st
     return table(heads, rows), ratios
 
 
+def compare(servers: list[Server], args: argparse.Namespace, tokens: Tokens) -> None:
+    """Run every scenario with one number of conversations, and report."""
+    scenarios = SCENARIOS[:1] if args.in_turn else SCENARIOS
+    results: dict[str, list[list[dict[str, Any]]]] = {scenario.label: [] for scenario in scenarios}
+    for _ in range(args.rounds):
+        for scenario in scenarios:
+            sides = run(scenario, servers, args, tokens)
+            results[scenario.label].append([side.summary() for side in sides])
+    text, ratios = report(results)
+    say(f"\n{args.sessions} conversations, later turns; asked for: P99 at most 0.31 of vLLM's\n\n{text}")
+    write_report(args, results=results, ratios=ratios)
+
+
 def start_servers(stack: ExitStack, args: argparse.Namespace, checkpoint: Path, directory: Path) -> list[Server]:
     """Start servers one after the other, and hold each still once it is up: two that load at once take cores."""
     servers: list[Server] = []
@@ -273,7 +289,8 @@ def main() -> None:
     arguments = parser(__doc__, rounds=1, default_model=SMALL_MODEL)
     arguments.add_argument("--vllm-venv", type=Path, help="where vLLM's CPU build is installed")
     arguments.add_argument("--alone", action="store_true", help="measure the master without lending as well")
-    arguments.add_argument("--sessions", type=int, default=10)
+    arguments.add_argument("--sessions", type=int, nargs="+", default=[10], help="each is a run of its own")
+    arguments.add_argument("--in-turn", action="store_true", help="leave the random order out")
     arguments.add_argument("--turns", type=int, default=4)
     arguments.add_argument("--first", type=int, default=2048, help="tokens of the first prompt")
     arguments.add_argument("--new", type=int, default=96, help="fresh prompt tokens of each later turn")
@@ -282,20 +299,17 @@ def main() -> None:
     args = arguments.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)
     tokens = Tokens(args.seed)
-    results: dict[str, list[list[dict[str, Any]]]] = {scenario.label: [] for scenario in SCENARIOS}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lend-")))
         servers = start_servers(stack, args, checkpoint, directory)
         for server in servers:
             with measured(server):
                 asyncio.run(ask(server.target(NAME), tokens.fresh(600), 8))  # so that the first turn is like the others
-        for _ in range(args.rounds):
-            for scenario in SCENARIOS:
-                sides = run(scenario, servers, args, tokens)
-                results[scenario.label].append([side.summary() for side in sides])
-    text, ratios = report(results)
-    say("\nLater turns; asked for: P99 at most 0.31 of vLLM's\n\n" + text)
-    write_report(args, results=results, ratios=ratios)
+        for sessions in args.sessions:
+            out = args.out
+            if out is not None and len(args.sessions) > 1:
+                out = out.with_stem(f"{out.stem}-{sessions}")
+            compare(servers, argparse.Namespace(**(vars(args) | {"sessions": sessions, "out": out})), tokens)
 
 
 if __name__ == "__main__":
