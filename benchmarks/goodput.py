@@ -15,13 +15,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lending_node import say, table
-from overload import MAX_NUM_BATCHED_TOKENS, Setting, Verdict, alone_s, at_load
-from policies import shortened, trace_parser
+from overload import MAX_NUM_BATCHED_TOKENS, Setting, Verdict, at_load, study_parser, target_of
+from policies import shortened
 
 from swiftkv.bench.traces import Arrival, read_trace, spread_ties
 from swiftkv.policies import SchedulingPolicy
@@ -95,22 +94,15 @@ def figures(verdict: Verdict, is_long: np.ndarray[Any, np.dtype[np.bool_]]) -> d
 
 
 def main() -> None:
-    parser = trace_parser(__doc__)
-    parser.set_defaults(seqs=64, pool_tokens=256_000)
+    parser = study_parser(__doc__)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3])
     parser.add_argument("--orders", nargs="+", choices=POLICIES, default=POLICIES)
-    parser.add_argument("--target-s", type=float, default=10.0)
-    parser.add_argument("--times-alone", type=float, default=3.0)
-    parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the logarithm of step times")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
     args = parser.parse_args()
     trace = spread_ties(read_trace(args.trace), np.random.default_rng(args.seed))[: args.requests]
     arrivals = [shortened(arrival, args.shrink) for arrival in trace]
 
-    def target_ttft_s(arrival: Arrival) -> float:
-        return float(max(args.target_s, args.times_alone * alone_s(arrival.input_tokens)))
+    target_ttft_s = target_of(args)
 
     def setting_of(order: str) -> Setting:
         return Setting(POLICIES[order], args.seqs, args.pool_tokens, args.noise, args.seed, target_ttft_s)

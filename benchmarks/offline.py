@@ -18,13 +18,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lending_node import say, table
-from overload import Setting, Verdict, alone_s, at_load
-from policies import shortened, trace_parser
+from overload import Setting, Verdict, at_load, study_parser, target_of
+from policies import shortened
 
 from swiftkv import _core
 from swiftkv.bench.traces import Arrival, read_trace, spread_ties
@@ -132,17 +131,11 @@ def most(way: Way, counts: Iterable[int], most_missed: float, run: Any) -> tuple
 
 
 def main() -> None:
-    parser = trace_parser(__doc__)
-    parser.set_defaults(seqs=64, pool_tokens=256_000)
+    parser = study_parser(__doc__)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.05, 0.1])
     parser.add_argument("--lines", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 56])
     parser.add_argument("--most-missed", type=float, default=0.01)
-    parser.add_argument("--target-s", type=float, default=10.0)
-    parser.add_argument("--times-alone", type=float, default=3.0)
-    parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the logarithm of step times")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
     args = parser.parse_args()
     rng = np.random.default_rng(args.seed)
     trace = [shortened(arrival, args.shrink) for arrival in spread_ties(read_trace(args.trace), rng)]
@@ -154,9 +147,7 @@ def main() -> None:
         for n, i in enumerate(drawn)
     ]
 
-    def target_ttft_s(arrival: Arrival) -> float:
-        return float(max(args.target_s, args.times_alone * alone_s(arrival.input_tokens)))
-
+    target_ttft_s = target_of(args)
     setting = Setting("hrrn", args.seqs, args.pool_tokens, args.noise, args.seed, target_ttft_s)
     busy_s = setting.serve(at_load(arrivals, 100.0, 1.0), OpenDoor()).busy_s
     rows, results = [], {}

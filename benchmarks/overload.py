@@ -18,6 +18,7 @@ that oscillates stands still then); and how many were refused or late, in relati
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import math
@@ -298,25 +299,34 @@ def rows_of(load: float, policy: str, runs: dict[str, dict[str, float]]) -> list
     return rows
 
 
-def main() -> None:
-    parser = trace_parser(__doc__)
+def study_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of programs that serve a trace under targets in virtual time."""
+    parser = trace_parser(doc)
     parser.set_defaults(seqs=64, pool_tokens=256_000)
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 2.0])
-    parser.add_argument("--policies", nargs="+", choices=get_args(SchedulingPolicy), default=["hrrn", "fcfs"])
     parser.add_argument("--target-s", type=float, default=10.0)
     parser.add_argument("--times-alone", type=float, default=3.0)
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the logarithm of step times")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--oracle", action="store_true", help="forecast exactly, but for those that come later")
     parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    return parser
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Return the time within which a first token is due: a fixed one, or so many times what it takes alone."""
+    return lambda arrival: float(max(args.target_s, args.times_alone * alone_s(arrival.input_tokens)))
+
+
+def main() -> None:
+    parser = study_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 2.0])
+    parser.add_argument("--policies", nargs="+", choices=get_args(SchedulingPolicy), default=["hrrn", "fcfs"])
+    parser.add_argument("--oracle", action="store_true", help="forecast exactly, but for those that come later")
     args = parser.parse_args()
     trace = spread_ties(read_trace(args.trace), np.random.default_rng(args.seed))[: args.requests]
     arrivals = [shortened(arrival, args.shrink) for arrival in trace]
 
-    def target_ttft_s(arrival: Arrival) -> float:
-        return float(max(args.target_s, args.times_alone * alone_s(arrival.input_tokens)))
-
+    target_ttft_s = target_of(args)
     rows: list[list[str]] = []
     results: dict[str, Any] = {}
     for policy in args.policies:
