@@ -1,6 +1,7 @@
 """Storage backends beside plain programs that move the same bytes at the same depth and in the same state of the cache.
 
     python benchmarks/storage.py file --directory /somewhere/on/a/disk
+    python benchmarks/storage.py full --directory /somewhere/on/a/disk
     python benchmarks/storage.py redis --url unix:///run/redis.sock
     python benchmarks/storage.py mooncake --url 127.0.0.1:50051
     python benchmarks/storage.py opening --directory /somewhere/on/a/disk
@@ -9,8 +10,9 @@ A plain program of files opens, writes or reads with one vector, and closes; of 
 pipelines of as many bytes; of Mooncake it makes the store's own zero-copy calls, in batches of as many bytes, from and
 to registered memory as ours are. None has checksums, names, bounds or an index. The two run in turn; a ratio is ours
 over plain within a round, the median of the rounds. Cold: the kernel was told to forget the files
-(`POSIX_FADV_DONTNEED`). On a machine that others use, `--processor-time` counts the time of our own process instead:
-how much work a call is, not how long it waits for a disk or a server.
+(`POSIX_FADV_DONTNEED`). Full: as much lies there as may, so that old objects give way; the plain program removes its
+oldest file for each that it makes. On a machine that others use, `--processor-time` counts the time of our own process
+instead: how much work a call is, not how long it waits for a disk or a server.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -67,10 +70,12 @@ class Case:
 
 
 class Plain:
-    """Files of a directory, without anything around them."""
+    """Files of a directory, without anything around them but a bound on their number, if any."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, max_files: int | None = None) -> None:
         self.directory = directory
+        self.max_files = max_files
+        self.files: deque[str] = deque()
         directory.mkdir()
 
     def path(self, key: bytes) -> str:
@@ -81,6 +86,9 @@ class Plain:
             fd = os.open(self.path(key), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             assert os.pwrite(fd, source, 0) == len(source)
             os.close(fd)
+            self.files.append(self.path(key))
+            if self.max_files is not None and len(self.files) > self.max_files:
+                os.unlink(self.files.popleft())
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
         for key, buffer in zip(keys, into, strict=True):
@@ -158,12 +166,19 @@ def timed(case: Case, depth: int, move: Callable[[range], None]) -> float:
         return case.block_bytes * case.num_blocks / (case.clock() - begin_s)
 
 
-def measure(
-    side: Ours | Plain | PlainRedis | PlainMooncake, case: Case, depth: int, directory: Path | None
-) -> list[float]:
+Side = Ours | Plain | PlainRedis | PlainMooncake
+
+
+def put_rate(side: Side, case: Case, depth: int, keys: Sequence[bytes] | None = None) -> float:
+    """Put blocks under new keys; return bytes per second."""
+    names = keys or case.keys()
+    return timed(case, depth, lambda r: side.put(names[r.start : r.stop], case.sources[r.start : r.stop]))
+
+
+def measure(side: Side, case: Case, depth: int, directory: Path | None) -> list[float]:
     """Put new blocks, get them, and get them again after the kernel forgot them; return bytes per second of each."""
     keys = case.keys()
-    rates = [timed(case, depth, lambda r: side.put(keys[r.start : r.stop], case.sources[r.start : r.stop]))]
+    rates = [put_rate(side, case, depth, keys)]
 
     def get(run: range) -> None:
         side.get(keys[run.start : run.stop], case.into[run.start : run.stop])
@@ -218,6 +233,32 @@ def compare_files(
                     plain.append(measure(files, case, depth, files.directory))
                     backend.close()
                 report(block_bytes, depth, ours, plain)
+
+
+def compare_full(
+    directory: Path,
+    sizes: Sequence[int],
+    depths: Sequence[int],
+    rounds: int,
+    round_bytes: int,
+    clock: Callable[[], float],
+) -> None:
+    """Measure writing into a directory that is full."""
+    with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
+        for block_bytes in sizes:
+            case = Case(block_bytes, round_bytes // block_bytes, clock)
+            for depth in depths:
+                cache = Path(parent) / f"cache-{block_bytes}-{depth}"
+                raw = {"path": str(cache), "size": round_bytes, "min_free": 0}
+                backend = open_backend(parse_storage(raw, "file", directory), FINGERPRINT)
+                ours = Ours(backend)
+                files = Plain(cache.with_name(f"plain-{block_bytes}-{depth}"), case.num_blocks)
+                rates = [[put_rate(side, case, depth) for side in (ours, files)] for _ in range(rounds + 2)]
+                backend.close()
+                mine, theirs = zip(
+                    *rates[2:], strict=True
+                )  # the first fills it, the second makes room for the first time
+                report(block_bytes, depth, [[rate] for rate in mine], [[rate] for rate in theirs])
 
 
 def compare_redis(
@@ -314,7 +355,7 @@ def time_opening(directory: Path, num_blocks: int, clock: Callable[[], float]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["file", "redis", "mooncake", "checksums", "opening"])
+    parser.add_argument("what", choices=["file", "full", "redis", "mooncake", "checksums", "opening"])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument(
         "--url", default="redis://127.0.0.1:6379/0", help="of Redis, or the address of Mooncake's master"
@@ -338,6 +379,8 @@ def main() -> None:
     print("| block | threads | call | ours, GB/s | plain, GB/s | ratio |\n| ---: | ---: | --- | ---: | ---: | ---: |")
     if arguments.what == "file":
         compare_files(arguments.directory, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+    elif arguments.what == "full":
+        compare_full(arguments.directory, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
     elif arguments.what == "mooncake":
         compare_mooncake(arguments.url, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
     else:

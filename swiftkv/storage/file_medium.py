@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
-import secrets
-import shutil
 import stat
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from swiftkv.errors import ConfigError
-from swiftkv.locks import hold_lock, remove_if_unlocked
+from swiftkv.locks import hold_lock
 from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, Usage
 from swiftkv.storage.file_index import Changes, DamagedIndexError, FileIndex
+from swiftkv.storage.file_writing import FULL, UnpublishedFiles, disk_bytes
 from swiftkv.storage_options import FileOptions
 from swiftkv.units import format_size
 
 _INDEX = "index.sqlite"
 _ENTRIES = frozenset({"objects", "new", "opening", *(_INDEX + suffix for suffix in ("", "-wal", "-shm", "-journal"))})
 _SHARDS = 256
-_PAGE_BYTES = 4096
 _AHEAD = 8
 """Objects that the kernel is told to fetch while the one before them is read."""
 _BATCH_BYTES = 32 << 20
 """The most that one call writes before it is published, which is also how far it may exceed the bound."""
 _VICTIMS = 64
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FileMedium:
@@ -49,17 +45,17 @@ class FileMedium:
             _make_directory(options.directory)
             opening = _hold(options.directory / "opening")
             try:
-                new, lock, is_alone = _make_new(options.directory / "new")
-                undo.callback(_remove_new, new, lock)
-                self._index = _open_index(options.directory / _INDEX, is_alone)
+                self._files = UnpublishedFiles(
+                    options.directory / "new", self._batch_bytes, is_synced=options.fsync == "batch"
+                )
+                undo.callback(self._files.close)
+                self._index = _open_index(options.directory / _INDEX, self._files.is_alone)
                 undo.callback(self._index.close)
                 self._reconcile()
                 self._check_room()
                 self._index.begin_use()
             finally:
                 os.close(opening)
-            self._new = new
-            self._new_names = itertools.count()
             self._kept = undo.pop_all()
 
     @property
@@ -171,41 +167,27 @@ class FileMedium:
             yield batch
 
     def _write_batch(self, keys: Sequence[bytes], sources: Sequence[Parts]) -> list[Status]:
-        disk_bytes = list(map(_disk_bytes, sources))
-        num_bytes = sum(disk_bytes)
-        paths = [f"{self._new}/{next(self._new_names)}" for _ in keys]
-        unpublished: set[str] = set()
+        num_bytes = sum(map(_disk_bytes, sources))
+        statuses = [Status.MISSING] * len(keys)
+        written: list[tuple[bytes, str, int]] = []
         try:
-            if num_bytes > self._options.size or not self._free_disk(num_bytes):
-                return [Status.MISSING] * len(keys)
-            unpublished.update(paths)
-            statuses = [self._write_new(path, parts) for path, parts in zip(paths, sources, strict=True)]
-            written = [i for i, status in enumerate(statuses) if status is Status.OK]
-            self._publish([(keys[i], paths[i], disk_bytes[i]) for i in written])
-            unpublished.difference_update(paths[i] for i in written)
+            if num_bytes <= self._options.size and self._free_disk(num_bytes):
+                for i, (key, parts) in enumerate(zip(keys, sources, strict=True)):
+                    try:
+                        written.append((key, self._files.write(parts), _disk_bytes(parts)))
+                        statuses[i] = Status.OK
+                    except OSError as error:
+                        if error.errno not in FULL:
+                            statuses[i] = Status.FAILED
+                self._publish(written)
+                written = []
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             return [Status.MISSING] * len(keys)
         finally:
-            for path in unpublished:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+            self._files.discard(path for _, path, _ in written)
         return statuses
-
-    def _write_new(self, path: str, parts: Parts) -> Status:
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                if os.writev(fd, parts) != len(parts[0]) + len(parts[1]):
-                    return Status.MISSING  # the disk is full, or the quota
-                if self._options.fsync == "batch":
-                    os.fdatasync(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            return Status.MISSING if error.errno in _FULL else Status.FAILED
-        return Status.OK
 
     def _publish(self, objects: Sequence[tuple[bytes, str, int]]) -> None:
         """Give new files (key, path, bytes) their names, after making room for them within the bound."""
@@ -213,7 +195,8 @@ class FileMedium:
         try:
             with self._index.changing() as changes:
                 _, total_bytes = changes.total()
-                self._evict(changes, total_bytes + sum(num_bytes for _, _, num_bytes in objects) - self._options.size)
+                excess_bytes = total_bytes + sum(num_bytes for _, _, num_bytes in objects) - self._options.size
+                self._evict(changes, excess_bytes, self._files.take_over)
                 for key, path, _ in objects:
                     os.rename(path, self._path(key))
                 changes.add((key, num_bytes, now_ns) for key, _, num_bytes in objects)
@@ -228,9 +211,10 @@ class FileMedium:
 
     def _free_disk(self, num_bytes: int) -> bool:
         """Remove objects until the disk has `min_free` beside so many bytes, and return whether it has."""
-        disk = os.statvfs(self._objects)
-        lacking_bytes = self._options.min_free + num_bytes - disk.f_bavail * disk.f_frsize
-        if lacking_bytes <= 0:
+        if self._lacking_bytes(num_bytes) <= 0:
+            return True
+        self._files.free_spares()
+        if (lacking_bytes := self._lacking_bytes(num_bytes)) <= 0:
             return True
         with self._index.changing() as changes:
             _, total_bytes = changes.total()
@@ -239,15 +223,26 @@ class FileMedium:
             self._evict(changes, lacking_bytes)
         return True
 
-    def _evict(self, changes: Changes, excess_bytes: int) -> None:
-        """Remove the least recently used objects until so many bytes are gone, or all."""
+    def _lacking_bytes(self, num_bytes: int) -> int:
+        disk = os.statvfs(self._objects)
+        return self._options.min_free + num_bytes - disk.f_bavail * disk.f_frsize
+
+    def _evict(
+        self, changes: Changes, excess_bytes: int, take: Callable[[str, int], None] = lambda path, _: os.unlink(path)
+    ) -> None:
+        """Evict the least recently used objects until so many bytes are gone, or all.
+
+        `take` does something about each file: path and bytes. They are removed by default.
+        """
         while excess_bytes > 0 and (oldest := changes.oldest(_VICTIMS)):
             victims = []
             for key, num_bytes in oldest:
                 if excess_bytes > 0:
                     victims.append(key)
                     excess_bytes -= num_bytes
-            self._remove(changes, victims)
+                    with contextlib.suppress(FileNotFoundError):
+                        take(self._path(key), num_bytes)
+            changes.remove(victims)
 
     def _remove(self, changes: Changes, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -267,7 +262,7 @@ class FileMedium:
                 except FileNotFoundError:
                     gone.append(key)
                 else:
-                    added.append((key, _on_disk(status.st_size), status.st_mtime_ns))
+                    added.append((key, disk_bytes(status.st_size), status.st_mtime_ns))
             changes.remove(gone)
             enter = changes.add if known else changes.fill
             enter(sorted(added))  # a table of hashes fills several times faster in their order
@@ -322,25 +317,6 @@ def _hold(path: Path) -> int:
     return hold_lock(path)
 
 
-def _make_new(parent: Path) -> tuple[Path, int, bool]:
-    """Make a locked directory for what is not published yet, and remove those of dead processes.
-
-    Returns it, its lock, and whether no other process uses the cache.
-    """
-    parent.mkdir(mode=0o700, exist_ok=True)
-    for left in parent.iterdir():
-        remove_if_unlocked(left)
-    is_alone = not any(parent.iterdir())
-    new = parent / secrets.token_hex(8)
-    new.mkdir(mode=0o700)
-    return new, hold_lock(new), is_alone
-
-
-def _remove_new(new: Path, lock: int) -> None:
-    shutil.rmtree(new, ignore_errors=True)
-    os.close(lock)
-
-
 def _open_index(path: Path, is_alone: bool) -> FileIndex:
     """Open the index; make a new one if it is damaged and nobody else uses it."""
     try:
@@ -354,21 +330,17 @@ def _open_index(path: Path, is_alone: bool) -> FileIndex:
 
 
 def _read_object(fd: int, parts: Parts) -> Status:
-    """Read an object whole; one byte more than there should be shows one that is too long."""
+    """Read an object with what fills its last page; one byte more would show a file that is too long."""
+    num_bytes = sum(map(len, parts))
     try:
-        num_bytes = os.preadv(fd, [*parts, bytearray(1)], 0)
+        num_read = os.preadv(fd, [*parts, bytearray(disk_bytes(num_bytes) - num_bytes + 1)], 0)
     except OSError:
         return Status.FAILED
-    return Status.OK if num_bytes == sum(map(len, parts)) else Status.CORRUPT
+    return Status.OK if num_read in (disk_bytes(num_bytes), num_bytes) else Status.CORRUPT  # older files end there
 
 
 def _disk_bytes(parts: Parts) -> int:
-    header, block = parts
-    return _on_disk(len(header) + len(block))
-
-
-def _on_disk(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    return disk_bytes(sum(map(len, parts)))
 
 
 def _close(fd: int) -> None:
