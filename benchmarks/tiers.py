@@ -12,7 +12,8 @@ engine is killed likewise. The pool of a third holds half of the conversation, a
 Asked for are at most a quarter of computing and 1.1 of `max(pool, bytes / copy bandwidth)`: of the time from the pool,
 or of copying the bytes that were read, one layer's blocks at a time with one thread, as lending copies them. The
 bandwidth is measured in each round. Nodes that are not measured are held still. Every engine that was started anew
-first computes --warmup fresh tokens, so that its weights are in memory.
+waits until its pool has its memory (about 1.5 s for each GiB; what is loaded before waits for the kernel to clear it),
+and computes --warmup fresh tokens, so that its weights are in memory.
 
 Models are random ones of Qwen3-0.6B's width with --layers layers; with `gemma3_text` every second has full attention,
 the others windows of 512 tokens. --checkpoint takes another model.
@@ -100,6 +101,16 @@ def restart_engine(node: Node) -> None:
     node.engine(NAME).send_signal(signal.SIGKILL)
     wait_until("the engine to be gone", lambda: engine_view(node)["restarts"] != restarts)
     wait_until("the engine to be back", lambda: engine_view(node)["state"] == "ready")
+    engine = node.engine(NAME).pid
+    wait_until("the pool to have its memory", lambda: shared_memory_bytes(engine) >= node.plan(NAME).pool_bytes)
+
+
+def shared_memory_bytes(process: int) -> int:
+    """Return how much memory without a file behind it a process has touched of all that it shares."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 def change_storage(node: Node, storage: dict[str, Any] | None) -> None:
