@@ -25,7 +25,7 @@ _SHARDS = 256
 _AHEAD = 8
 """Objects that the kernel is told to fetch while the one before them is read."""
 _BATCH_BYTES = 32 << 20
-"""The most that one call writes before it is published, which is also how far it may exceed the bound."""
+"""The most that one call writes before it is published, and that is kept of evicted objects to be overwritten."""
 _VICTIMS = 64
 
 
