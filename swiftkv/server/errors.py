@@ -16,6 +16,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from swiftkv.server.limits import without_model
 
@@ -29,6 +30,7 @@ _TYPES = {
     503: "service_unavailable_error",
     507: "insufficient_storage_error",
 }
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -147,8 +149,20 @@ def install_error_handlers(app: FastAPI) -> None:
             message = str(error.detail)
         response = ApiError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(_methods_at(request))
         return response
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
         return ApiError(500, "internal error: the server's log says more").response(request.url.path)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Return the methods that a path takes; the framework tells those of the first route alone."""
+    routes = request.app.routes
+    return [
+        method
+        for method in _METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ]

@@ -146,6 +146,12 @@ def test_files_have_pages_and_can_be_deleted(gateway: Gateway) -> None:
         client.files.list(after=files[0].id)
 
 
+def test_a_path_tells_all_methods_that_it_takes(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        allowed = {path: http.put(path).headers["allow"] for path in ("/v1/files", "/v1/files/x", "/v1/batches/x")}
+    assert allowed == {"/v1/files": "GET, POST", "/v1/files/x": "DELETE, GET", "/v1/batches/x": "GET"}
+
+
 def test_batches_have_pages(gateway: Gateway) -> None:
     client = gateway.openai()
     created = [create(client, jsonl([completion()])) for _ in range(3)]
