@@ -7,10 +7,10 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from naive_prompt_queue import NaivePromptQueue, Pace, Prompt
 
 from swiftkv._core import PRIORITIES_PER_CLASS, PromptPace, PromptQueue, QueuedPrompt, WorkAhead
 from swiftkv.policies import SchedulingPolicy
-from tests.support.naive_prompt_queue import NaivePromptQueue, Pace, Prompt
 
 TICK_S = 1e-3
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
