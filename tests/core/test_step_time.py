@@ -86,6 +86,19 @@ def test_predictions_are_right_on_average(noise: float) -> None:
     assert sum(predicted_s) / sum(taken_s) == pytest.approx(1.0, abs=0.01)
 
 
+def test_the_error_is_that_of_late() -> None:
+    rng = np.random.default_rng(10)
+    step_time = _core.StepTime()
+    errors = []
+    for noise in (0.02, 0.4):
+        for _ in range(1500):
+            work = random_work(rng)
+            duration_s = time_of(work) * rng.lognormal(0, noise)
+            errors.append(abs(step_time.predict(work) - duration_s) / duration_s)
+            step_time.observe(work, duration_s)
+    assert step_time.error_ratio == pytest.approx(np.mean(errors[-500:]), rel=0.2)
+
+
 def test_no_coefficient_is_negative() -> None:
     rng = np.random.default_rng(2)
     step_time = _core.StepTime()
@@ -171,6 +184,8 @@ def test_what_was_learnt_elsewhere_predicts_at_once_and_goes_on() -> None:
     step_time = _core.StepTime.remembered(list(LAW))
     assert step_time.is_known
     assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 1e-6
+    usual = _core.StepTime(step_time.usual_coefficients)
+    assert mean_error(usual, [random_work(rng) for _ in range(100)]) < 1e-6
     for _ in range(20):
         work = random_work(rng)
         step_time.observe(work, time_of(work))

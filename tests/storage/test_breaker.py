@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -37,6 +37,12 @@ class PlannedMedium(MemoryMedium):
         self.calls = 0
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        return self._answer_for(keys)
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        return self._answer_for(keys)
+
+    def _answer_for(self, keys: Sequence[bytes]) -> list[Status]:
         self.calls += 1
         self.clock.now_s += self.takes_s
         if isinstance(self.answer, Exception):
@@ -50,6 +56,13 @@ class BreakingMedium(MemoryMedium):
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
         yield Status.OK
         raise OSError("disk")
+
+
+class HurriedMedium(MemoryMedium):
+    """Has time for one object in each call."""
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        return [Status.OK] + [Status.LATE] * (len(keys) - 1)
 
 
 class HangingMedium(MemoryMedium):
@@ -87,6 +100,11 @@ def guard(medium: PlannedMedium, clock: Clock) -> GuardedMedium:
 
 def read(guard: GuardedMedium, given_s: float = 1.0) -> Status:
     (status,) = guard.read([b"key"], [PARTS], guard.clock() + given_s)
+    return status
+
+
+def write(guard: GuardedMedium) -> Status:
+    (status,) = guard.write([b"key"], [PARTS], guard.clock() + 1.0)
     return status
 
 
@@ -172,6 +190,26 @@ def test_what_was_told_before_a_medium_raised_stands(clock: Clock) -> None:
         told = guard.read([b"a", b"b", b"c"], [PARTS] * 3, guard.clock() + 1.0)
         assert list(told) == [Status.OK, Status.FAILED, Status.FAILED]
     assert guard.is_degraded
+
+
+@pytest.mark.parametrize("call", [read, write])
+@pytest.mark.parametrize("status", [Status.FAILED, Status.LATE])
+def test_failures_that_a_medium_tells_open_it_too(
+    guard: GuardedMedium, medium: PlannedMedium, status: Status, call: Callable[[GuardedMedium], Status]
+) -> None:
+    medium.answer = status
+    for _ in range(FAILURES_IN_A_ROW):
+        assert not guard.is_degraded
+        assert call(guard) is status
+    assert guard.is_degraded
+
+
+def test_a_call_for_more_than_there_was_time_for_is_no_failure(clock: Clock) -> None:
+    guard = GuardedMedium(HurriedMedium(), Breaker(clock), clock)
+    for _ in range(2 * FAILURES_IN_A_ROW):
+        told = guard.read([b"a", b"b", b"c"], [PARTS] * 3, guard.clock() + 1.0)
+        assert list(told) == [Status.OK, Status.LATE, Status.LATE]
+    assert not guard.is_degraded
 
 
 @pytest.mark.parametrize("status", [Status.OK, Status.MISSING, Status.CORRUPT])

@@ -7,6 +7,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -121,12 +123,27 @@ def test_the_whole_directory_may_go(cache: Path) -> None:
         assert set(put(backend, KEYS[4:6])) <= {Status.FAILED}
 
 
-def test_the_least_recently_used_makes_room(cache: Path) -> None:
-    """The order outlives a restart, and getting is using."""
+def test_reading_leaves_no_file_open(cache: Path) -> None:
+    """Neither what was read nor what was opened ahead of a read that ended before."""
+    with opened(raw_options(cache, "1MiB")) as backend:
+        put(backend, KEYS)
+        check_got(backend, KEYS)
+        num_open = len(os.listdir("/proc/self/fd"))
+        assert check_got(backend, KEYS) == [Status.OK] * len(KEYS)
+        into = [memoryview(bytearray(BLOCK_BYTES)) for _ in KEYS]
+        assert backend.get(KEYS, into, time.monotonic() - 1.0) == [Status.LATE] * len(KEYS)
+        assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+@pytest.mark.parametrize("use", [check_got, put])
+def test_the_least_recently_used_makes_room(
+    cache: Path, use: Callable[[StorageBackend, Sequence[bytes]], list[Status]]
+) -> None:
+    """The order outlives a restart; getting is using, and so is putting again."""
     with opened(raw_options(cache, 4 * ON_DISK)) as backend:
         for key in KEYS[:4]:
             put(backend, [key])
-        check_got(backend, KEYS[:1])
+        assert use(backend, KEYS[:1]) == [Status.OK]
     with opened(raw_options(cache, 4 * ON_DISK)) as backend:
         put(backend, [KEYS[4]])
         put(backend, [KEYS[5]])

@@ -8,16 +8,17 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Event
 
 import numpy as np
 import pytest
 
 from swiftkv._host import HostMemory, num_chunks
-from swiftkv.storage.backend import Status
+from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.storage.envelope import HEADER_BYTES
 from swiftkv.storage.host_medium import HostMedium, chunk_bytes_for, host_tokens, make_host_memory
-from tests.support.storage import check_got, host_memory, key_of, opened, soon
+from tests.support.storage import BLOCK_BYTES, check_got, host_memory, key_of, opened, put, soon
 from tests.support.storage_writer import NUM_KEYS, event, kill_after, size_of, start, wait_for, write_for_ever
 
 CHUNK_BYTES = 4096
@@ -123,6 +124,24 @@ def test_many_die_with_the_lock() -> None:
     with host_memory(MEMORY_BYTES, 256) as memory:
         kill_holders(memory, random.Random(2), 500)
         assert num_repairs(memory) > 100
+
+
+@pytest.mark.parametrize("use", [check_got, put])
+def test_the_least_recently_used_makes_room(use: Callable[[StorageBackend, Sequence[bytes]], list[Status]]) -> None:
+    """Getting is using, and so is putting again."""
+    with host_memory(MEMORY_BYTES, CHUNK_BYTES) as memory, opened(memory) as backend:
+        usage = backend.usage()
+        assert usage is not None
+        assert usage.bound_bytes is not None
+        count = usage.bound_bytes // CHUNK_BYTES // -(-(HEADER_BYTES + BLOCK_BYTES) // CHUNK_BYTES)
+        keys = [key_of(n) for n in range(count + 2)]
+        for key in keys[:count]:
+            assert put(backend, [key]) == [Status.OK]
+        assert use(backend, keys[:1]) == [Status.OK]
+        for key in keys[count:]:
+            assert put(backend, [key]) == [Status.OK]
+        is_gone = [not is_there for is_there in backend.exists(keys, soon())]
+        assert [n for n, gone in enumerate(is_gone) if gone] == [1, 2]
 
 
 def test_objects_survive_repairs_in_order_of_use() -> None:

@@ -1,5 +1,7 @@
 """Take the package's C++ extensions, or its modules, from another directory: `pytest -p tests.support.extensions`.
 
+Copied as `sitecustomize.py` to a directory of `PYTHONPATH`, it does so in processes that a test starts as well.
+
 The directory is `SWIFTKV_EXTENSIONS`; what it lacks is imported from where it is installed.
 """
 

@@ -33,19 +33,22 @@ REQUEST = 1
 
 
 class GatedMedium(MemoryMedium):
-    """A medium that notes what it is to read, and reads nothing before the test lets it."""
+    """A medium that notes what it is to read, and answers as many calls as the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(name=str(id(self)))
         self.asked: list[bytes] = []
         self.is_asked = threading.Event()
-        self.may_read = threading.Event()
+        self._may_read = threading.Semaphore(0)
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
         self.asked += keys
         self.is_asked.set()
-        assert self.may_read.wait(TIMEOUT_S)
+        assert self._may_read.acquire(timeout=TIMEOUT_S)
         return super().read(keys, into, deadline_s)
+
+    def let_read(self, num_calls: int = 1000) -> None:
+        self._may_read.release(num_calls)
 
 
 def stored(medium: MemoryMedium, prompts: Sequence[npt.NDArray[np.int32]]) -> SealedBackend:
@@ -69,36 +72,37 @@ class Meeting:
     `FIRST_OF_BACK`, are not loaded at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: npt.NDArray[np.int32] = PROMPT) -> None:
+        self.prompt = prompt
         self.medium = GatedMedium()
         self.owner = Owner()
-        self.names = names_of(PROMPT)
+        self.names = names_of(prompt)
         self.scheduler = _core.Scheduler(
-            [_core.GroupSpec(1, 2 * NUM_BLOCKS, layer_block_bytes=GROUP.block_bytes)],
+            [_core.GroupSpec(1, 2 * len(self.names), layer_block_bytes=GROUP.block_bytes)],
             block_size=BLOCK,
             max_num_seqs=2,
             max_num_batched_tokens=64,
-            max_model_len=len(PROMPT) + 1,
+            max_model_len=len(prompt) + 1,
         )
         seconds_per_token, seconds_per_step = 1.0, 0.001
         self.scheduler.remember_step_time([seconds_per_token, 0, 0, 0, 0, seconds_per_step])
         planner = LoadPlanner()
         planner.note_read(GROUP.block_bytes, BLOCK * seconds_per_token, now_s=time.monotonic())
-        self.loader = Loader(Levels([Level("storage", stored(self.medium, [PROMPT]))]), KEYS, self.owner.wake)
+        self.loader = Loader(Levels([Level("storage", stored(self.medium, [prompt]))]), KEYS, self.owner.wake)
         self.loads = Loads(
             TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
             self.scheduler,
             self.loader,
             planner,
             groups=[GROUP],
-            pool=np.zeros(2 * NUM_BLOCKS * GROUP.block_bytes, np.uint8),
+            pool=np.zeros(2 * len(self.names) * GROUP.block_bytes, np.uint8),
             max_num_seqs=2,
         )
 
     def begin(self) -> None:
         """Send the request, and return once storage has been asked for its back."""
         no_stop = np.zeros(0, np.int32)
-        self.scheduler.add_request(REQUEST, PROMPT, 1, 0, no_stop, b"", False)
+        self.scheduler.add_request(REQUEST, self.prompt, 1, 0, no_stop, b"", False)
         self.loads.consider(REQUEST)
         self.owner.wait_for_more(0)
         self.loads.apply()
@@ -114,12 +118,13 @@ class Meeting:
 
 
 @pytest.fixture
-def meeting() -> Iterator[Meeting]:
-    meeting = Meeting()
+def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
+    """Return the meeting of `PROMPT`, or of the prompt that a test has it for."""
+    meeting = Meeting(getattr(request, "param", PROMPT))
     try:
         yield meeting
     finally:
-        meeting.medium.may_read.set()
+        meeting.medium.let_read()
         meeting.loader.close()
         meeting.loader.join(TIMEOUT_S)
 
@@ -130,7 +135,7 @@ def test_a_back_is_read_from_its_end(meeting: Meeting) -> None:
     assert meeting.medium.asked == meeting.names[: FIRST_OF_BACK - 1 : -1]
     assert meeting.step() == FIRST_OF_BACK * BLOCK
     count = meeting.owner.count
-    meeting.medium.may_read.set()
+    meeting.medium.let_read()
     meeting.owner.wait_for_more(count)
     meeting.loads.apply()
     assert meeting.step() == len(PROMPT)
@@ -147,11 +152,49 @@ def test_a_request_that_has_passed_its_back_does_not_wait_for_it(meeting: Meetin
     assert (meeting.loads.num_late, meeting.loads.num_waiting) == (1, 0)
     assert meeting.step() == len(PROMPT)
     count = meeting.owner.count
-    meeting.medium.may_read.set()
+    meeting.medium.let_read()
     meeting.owner.wait_for_more(count)
     meeting.loads.apply()
     assert not meeting.loads.is_reading
     assert meeting.scheduler.stats().groups[0].loading == 0
+    meeting.scheduler.check_invariants()
+
+
+def test_a_back_that_was_lost_after_it_was_found_is_computed(meeting: Meeting) -> None:
+    """A part of it is read before, and counts; nobody waits for the rest, nor do stores."""
+    meeting.begin()
+    meeting.medium.drop(meeting.names[: FIRST_OF_BACK + 2])
+    count = meeting.owner.count
+    meeting.medium.let_read()
+    meeting.owner.wait_for_more(count)
+    meeting.loads.apply()
+    assert (meeting.loads.num_waiting, meeting.loads.loaded_blocks) == (0, NUM_BLOCKS - FIRST_OF_BACK - 2)
+    assert not meeting.loads.is_reading
+    assert meeting.scheduler.stats().groups[0].loading == 0
+    while meeting.step() < len(PROMPT):
+        pass
+    meeting.scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("meeting", [np.arange(150 * BLOCK + 1, dtype=np.int32)], indirect=True, ids=["long"])
+def test_a_request_that_ends_between_two_parts_of_its_load_leaves_the_first_one_here(meeting: Meeting) -> None:
+    meeting.begin()
+    count = meeting.owner.count
+    meeting.medium.let_read(num_calls=1)
+    meeting.owner.wait_for_more(count)
+    meeting.loads.apply()
+    num_read = meeting.loads.loaded_blocks
+    assert num_read > 0
+    assert meeting.scheduler.stats().groups[0].loading > 0
+    count = meeting.owner.count
+    meeting.scheduler.abort(np.array([REQUEST], np.uint64))
+    meeting.loads.forget(REQUEST)
+    meeting.medium.let_read()
+    while meeting.loads.is_reading:
+        count = meeting.owner.wait_for_more(count)
+        meeting.loads.apply()
+    group = meeting.scheduler.stats().groups[0]
+    assert (group.loading, group.cached) == (0, num_read)
     meeting.scheduler.check_invariants()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.storage.backend import Status, StorageBackend
+from swiftkv.storage.backend import Parts, Status, StorageBackend
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import SealedBackend
 from swiftkv.storage.levels import Level, Levels
@@ -33,7 +33,7 @@ def key(number: int) -> bytes:
 
 
 def block(number: int) -> np.ndarray:
-    return np.full(GROUP.block_bytes, number, np.uint8)
+    return np.full(GROUP.block_bytes, number % 256, np.uint8)
 
 
 @pytest.fixture
@@ -208,6 +208,41 @@ def test_a_long_load_does_not_hold_up_a_short_one() -> None:
     parts = wait_for_parts(loader, owner, long, short)
     order = [part.load for part in parts]
     assert order.index(short) < len(order) - 1
+    loader.close()
+    loader.join(TIMEOUT_S)
+
+
+class TimedMedium(MemoryMedium):
+    """A medium whose calls take as long as they are told, in a time of its own, and that notes their sizes."""
+
+    def __init__(self, call_times_s: Sequence[float]) -> None:
+        super().__init__(name=str(id(self)))
+        self.call_times_s = iter(call_times_s)
+        self.now_s = 1000.0
+        self.sizes: list[int] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        self.sizes.append(len(keys))
+        self.now_s += next(self.call_times_s)
+        return super().read(keys, into, deadline_s)
+
+
+def test_calls_of_a_load_grow_in_fast_storage_and_are_small_in_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt further down in slower storage waits for a small call only."""
+    medium = TimedMedium([0.001, 0.001, 0.001, 0.001, 0.1, 0.1, 0.007, 0.001, 0.001])
+    monkeypatch.setattr("swiftkv.tier.loader.time", medium)
+    stored = sealed(medium)
+    num_blocks = 64 * (1 + 2 + 4 + 8 + 8 + 1 + 1 + 1 + 1)
+    write(stored, *range(num_blocks))
+    owner = Owner()
+    loader = Loader(below(stored), KEYS, owner.wake)
+    load, _ = load_of(*range(num_blocks))
+    loader.submit(load)
+    wait_for_parts(loader, owner, load)
+    assert medium.sizes == [64, 128, 256, 512, 512, 64, 64, 64, 64]
     loader.close()
     loader.join(TIMEOUT_S)
 

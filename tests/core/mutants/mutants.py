@@ -1,4 +1,4 @@
-"""Mistakes that the tests of the core, the ledgers and the tiers must notice, each a few edits of the sources.
+"""Mistakes that the tests of the core, the ledgers, the tiers and storage must notice, each a few edits of the sources.
 
 It is one file, for it is one list.
 """
@@ -74,7 +74,11 @@ STEP_TIME = "core/step_time.cpp"
 PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
-RATES, LOADS = "tier/rates.py", "tier/loads.py"
+PROMPT_QUEUE = "core/prompt_queue.cpp"
+RATES, LOADS, LOADER = "tier/rates.py", "tier/loads.py", "tier/loader.py"
+ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
+FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
+HOST_MEMORY = "host/host_memory.cpp"
 
 MUTANTS = [
     # Pins.
@@ -681,6 +685,24 @@ MUTANTS = [
         "constexpr double kInterrupted = 2;",
         "constexpr double kInterrupted = 100;",
     ),
+    one(
+        "what is usual is not learnt",
+        STEP_TIME,
+        "for (Memory* memory : {&latest_, &usual_}) memory->add(work, duration_s, expected_s);",
+        "latest_.add(work, duration_s, expected_s);",
+    ),
+    one(
+        "what was learnt elsewhere is not usual",
+        STEP_TIME,
+        "for (Memory* memory : {&step_time.latest_, &step_time.usual_}) memory->add(work, duration_s, duration_s);",
+        "step_time.latest_.add(work, duration_s, duration_s);",
+    ),
+    one(
+        "errors of long ago count",
+        STEP_TIME,
+        "std::min(num_predicted_ + 1, kErrorWindow);",
+        "num_predicted_ + 1;",
+    ),
     # Steps that are bounded in time.
     one("a step has no end", POLICY, "(!limits_.target_tpot_s || decodes.num_rows == 0)", "(true)"),
     one(
@@ -696,6 +718,68 @@ MUTANTS = [
     one("every prompt gets its block", BUILDER_H, "is_full() || !policy_.has_time(work_, limit_s_)", "is_full()"),
     one("nobody probes", POLICY, "kProbeBlocks = 4;", "kProbeBlocks = 400;"),
     one("long prompts begin together", POLICY, "(!is_long_one || num_long <", "(true || num_long <"),
+    # The forecast's queue of prompts.
+    one("the prompt that began last is computed", PROMPT_QUEUE, ": begun_.front();", ": begun_.back();"),
+    one(
+        "prompts are kept in the order in which they come",
+        PROMPT_QUEUE,
+        "entries_.insert(entries_.begin() + static_cast<ptrdiff_t>(index_of(id)), {id, prompt});",
+        "entries_.push_back({id, prompt});",
+    ),
+    one(
+        "one prompt of long ago stays among the latest",
+        PROMPT_QUEUE,
+        "latest_.size() < kRecent",
+        "latest_.size() <= kRecent",
+    ),
+    one(
+        "the time before a prompt begins is its own",
+        PROMPT_QUEUE,
+        "    advance(now_s);\n    QueuedPrompt& prompt = entries_[index_of(id)].prompt;",
+        "    QueuedPrompt& prompt = entries_[index_of(id)].prompt;",
+    ),
+    one(
+        "the time of a prompt that ends is another's",
+        PROMPT_QUEUE,
+        "    advance(now_s);\n    std::erase(begun_, id);",
+        "    std::erase(begun_, id);\n    advance(now_s);",
+    ),
+    one(
+        "a prompt that takes longer than expected gives time back",
+        PROMPT_QUEUE,
+        "1 - std::min(prompt.done_s / std::max(service_s, 1e-9), 1.0);",
+        "1 - prompt.done_s / std::max(service_s, 1e-9);",
+    ),
+    one(
+        "a class reaches into the next one",
+        PROMPT_QUEUE,
+        "ahead.num_begun += other.has_begun && static_cast<double>(other.priority) < end;",
+        "ahead.num_begun += other.has_begun && static_cast<double>(other.priority) <= end;",
+    ),
+    one(
+        "the last weight of a flow counts",
+        PROMPT_QUEUE,
+        "std::max(flow->weight, other.flow_weight);",
+        "other.flow_weight;",
+    ),
+    one(
+        "prompts of a flow's own that are not ahead count as ahead",
+        PROMPT_QUEUE,
+        "if (rests[i].before > 0 && other.flow == prompt.flow) own_s",
+        "if (other.flow == prompt.flow) own_s",
+    ),
+    one(
+        "a prompt of the same lane is overtaken",
+        PROMPT_QUEUE,
+        "lane_of(left) <= lane_of(prompt.num_left)",
+        "lane_of(left) < lane_of(prompt.num_left)",
+    ),
+    one(
+        "who comes later takes all of a wait",
+        PROMPT_QUEUE,
+        "return std::min(overtaking_s / span_s, kMaxOvertakingPart);",
+        "return overtaking_s / span_s;",
+    ),
     # The order of those that wait.
     one("lengths count, not waiting", ORDER, "(now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
     one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
@@ -846,4 +930,107 @@ MUTANTS = [
     ),
     one("an old offer is accepted", BORROWER, "epoch < epochs_[extent] || ", ""),
     one("epochs outlive their lender", BORROWER, "std::fill(epochs_.begin(), epochs_.end(), 0);", ""),
+    # Loads and their parts.
+    one(
+        "what could not be read is being read for ever",
+        LOADS,
+        "self._reading_bytes -= _num_bytes(part.targets)",
+        "self._reading_bytes -= read_bytes",
+    ),
+    one(
+        "a request gives up the block that it comes to next",
+        LOADS,
+        "return next(iter(wait.unread)).index < self",
+        "return next(iter(wait.unread)).index <= self",
+    ),
+    one(
+        "what was read is given up with what was not",
+        LOADS,
+        "        for target in part.targets:\n            del wait.unread[target]\n",
+        "",
+    ),
+    one(
+        "behind a block that is not there more is read",
+        LOADER,
+        "if is_whole and len(part)",
+        "if statuses and len(part)",
+    ),
+    one(
+        "a load in slow storage stays as large as in fast",
+        LOADER,
+        "            load.growth = 1  #",
+        "            pass  #",
+    ),
+    # Storage.
+    one(
+        "a block is not what was put",
+        ENVELOPE,
+        "if _CHECKSUM.unpack(header[_NAMED.size :]) != (_checksum(named, block),):",
+        "if False:",
+    ),
+    one(
+        "a block of other weights is given out",
+        ENVELOPE,
+        "return Status.OK if owner == fingerprint else Status.MISSING",
+        "return Status.OK",
+    ),
+    one(
+        "levels further down get nothing",
+        LEVELS,
+        "        for level in self.levels:\n            statuses",
+        "        for level in self.levels[:1]:\n            statuses",
+    ),
+    one(
+        "a call for more than there was time for is a failure",
+        BREAKER,
+        "self._is_late = all(status",
+        "self._is_late = any(status",
+    ),
+    one("reads that fail do not count", BREAKER, "                call.note(statuses)\n", ""),
+    one(
+        "what is read is not used",
+        FILE_MEDIUM,
+        "        self._note_uses(key for key, status in zip(keys, statuses, strict=True) if status is Status.OK)\n",
+        "",
+    ),
+    one("what is put again is not used", FILE_MEDIUM, "        self._note_uses(known)\n", ""),
+    one(
+        "reads go on after their deadline",
+        FILE_MEDIUM,
+        "                if time.monotonic() > deadline_s:\n                    break\n                statuses.append",
+        "                statuses.append",
+    ),
+    one(
+        "files that were read stay open",
+        FILE_MEDIUM,
+        "                    opened.popleft()\n                    _close(fd)\n",
+        "                    opened.popleft()\n",
+    ),
+    one(
+        "a part of a file is an object",
+        FILE_MEDIUM,
+        "if os.writev(fd, parts) != len(parts[0]) + len(parts[1]):",
+        "if os.writev(fd, parts) == 0:",
+    ),
+    one("an index that was lost counts nothing afterwards", FILE_INDEX, "        self._db.execute(_ADDED)\n", ""),
+    one(
+        "parts of host memory are read over the first",
+        HOST_MEDIUM,
+        "into[begin:end], deadline_s",
+        "into[: end - begin], deadline_s",
+    ),
+    # Host memory.
+    one(
+        "what is put again in host memory is not used",
+        HOST_MEMORY,
+        "                touch(id);\n                return HostStatus::kOk;",
+        "                return HostStatus::kOk;",
+    ),
+    one("what is read from host memory is not used", HOST_MEMORY, "        touch(id);\n        tag =", "        tag ="),
+    one(
+        "what is evicted leaves its chunks behind",
+        HOST_MEMORY,
+        "        header_.free = chunk;\n        ++header_.num_free;",
+        "        header_.free = chunk;",
+    ),
 ]

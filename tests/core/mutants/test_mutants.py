@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ TESTS = {
             "scheduler",
             "windows",
             "step_time",
+            "prompt_queue",
             "bounded_steps",
             "admission_order",
             "displacement",
@@ -43,8 +46,28 @@ TESTS = {
         )
     ],
     "lease": ["tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py"],
-    "tier": ["tests/tier/test_rates.py", "tests/tier/test_loads.py", "tests/engine/test_engine_tier.py"],
+    "tier": [
+        "tests/tier/test_rates.py",
+        "tests/tier/test_loads.py",
+        "tests/tier/test_storage_threads.py",
+        "tests/engine/test_engine_tier.py",
+    ],
+    "storage": [
+        f"tests/storage/test_{name}.py"
+        for name in (
+            "levels",
+            "envelope",
+            "breaker",
+            "storage_contract",
+            "host_medium",
+            "file_medium",
+            "file_states",
+        )
+    ],
+    "host": ["tests/storage/test_host_states.py", "tests/storage/test_host_medium.py"],
 }
+
+PYTHON_ROOMS = {mutant.room for mutant in MUTANTS if mutant.is_python}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -53,18 +76,26 @@ def test_the_sources_have_what_a_mutant_changes(mutant: Mutant) -> None:
         assert (mutant.sources / edit.file).read_text().count(edit.old) == 1, edit.old
 
 
-def run_tests(room: str, built: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-vv", "-p", "tests.support.extensions", "-p", "no:cacheprovider"]
-    environment = os.environ | {"SWIFTKV_EXTENSIONS": str(built), "CI": "1"}  # the same examples each time
-    return subprocess.run([*command, *TESTS[room]], cwd=ROOT, env=environment, capture_output=True, text=True)
+def run_tests(files: Sequence[str], built: Path) -> subprocess.CompletedProcess[str]:
+    """Run tests so that they, and the processes that they start, take what is built from its directory."""
+    site = built / "site"
+    site.mkdir()
+    shutil.copyfile(ROOT / "tests/support/extensions.py", site / "sitecustomize.py")
+    environment = os.environ | {
+        "SWIFTKV_EXTENSIONS": str(built),
+        "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "CI": "1",  # the same examples each time
+    }
+    command = [sys.executable, "-m", "pytest", "-x", "-vv", "-p", "no:cacheprovider", *files]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [*TESTS])
 def test_the_sources_pass(room: str, tmp_path: Path) -> None:
-    if room != "tier":
+    if room not in PYTHON_ROOMS:
         extension_build().extension(room, tmp_path)
-    done = run_tests(room, tmp_path)
+    done = run_tests(TESTS[room], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -76,7 +107,7 @@ def test_a_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     mutant.write(sources)
     if not mutant.is_python:
         extension_build(sources).extension(mutant.room, tmp_path)
-    done = run_tests(mutant.room, sources if mutant.is_python else tmp_path)
+    done = run_tests(TESTS[mutant.room], sources if mutant.is_python else tmp_path)
     assert done.returncode != 0, "no test notices"
     begun = re.findall(r"^(tests/\S+::\S+)", done.stdout, re.MULTILINE)
     assert begun, f"no test began:\n{done.stdout}{done.stderr}"
