@@ -48,9 +48,11 @@ def cache_show(
             print(f"{model['model']} {kept}: pin {pin['pin']}, {pin['seconds_left']:,.0f} s left")
 
 
-@cache_app.command("why", epilog="Example: `swiftkv cache why chatcmpl-7f3a`")
+@cache_app.command("why", epilog="Example: `swiftkv cache why 6d1c2f0e5b7a4c3d`")
 def cache_why(
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id.")],
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id, a header of its answer.")
+    ],
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: AsJson = False,
@@ -71,12 +73,15 @@ def cache_why(
 
 @cache_app.command(
     "pin",
-    epilog="Examples: `swiftkv cache pin chatcmpl-7f3a --for 8h`, "
+    epilog="Examples: `swiftkv cache pin 6d1c2f0e5b7a4c3d --for 8h`, "
     "`swiftkv cache pin --model chat --prompt handbook.json --for 24h`",
 )
 def cache_pin(
     request: Annotated[
-        str | None, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="REQUEST", help="The request's X-Request-Id, a header of its answer.", show_default=False
+        ),
     ] = None,
     prompt: Annotated[
         Path | None,

@@ -125,9 +125,9 @@ class RunningModels:
             except (SwiftkvError, OSError) as error:
                 raise ApiError(400, str(error), code="invalid_model") from None
             await handle.sleeper.sleep(2, timeout_s, now=now)
-            await handle.sleeper.wake()
-            self._table.add(renewed)
+            self._table.add(renewed)  # first: if its engine ends now, the next one loads the new files, too
             self._ports.renew(renewed)
+            await handle.sleeper.wake()
             self._say(f"{name}: loaded anew")
 
     def _renewed(self, member: Member) -> list[ModelHandle]:

@@ -83,7 +83,8 @@ class CacheRecords:
         if request.sampling.prompt_logprobs is not None:
             return "prompt_logprobs", None
         num_matched = cached_tokens // self._block_size
-        if num_matched * BLOCK_KEY_BYTES >= len(keys):
+        num_matchable = (len(request.prompt) - 1) // self._block_size  # the last token is always computed
+        if num_matched >= min(num_matchable, len(keys) // BLOCK_KEY_BYTES):
             return "complete", None
         here = is_resident.reshape(-1, len(self._is_full)).astype(bool)[num_matched]
         if here.all() or (here[self._is_full].all() and self._is_full.any()):

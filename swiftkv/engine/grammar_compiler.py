@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -45,20 +45,21 @@ class GrammarCompiler:
             self._wanted.put(grammar)
         return None
 
-    def take_compiled(self) -> list[tuple[str, ValueError | None]]:
-        """Return the grammars that were compiled since the last time, or why one could not be."""
-        taken: list[tuple[str, ValueError | None]] = []
+    def take_compiled(self) -> Iterator[tuple[str, ValueError | None]]:
+        """Yield the grammars that were compiled since the last time, or why one could not be.
+
+        Each is kept until the next one is asked for, at least: more may have been compiled than are kept.
+        """
         while not self._compiled.empty():
             grammar, outcome = self._compiled.get()
             self._compiling.remove(grammar)
             if isinstance(outcome, ValueError):
-                taken.append((grammar, outcome))
+                yield grammar, outcome
                 continue
             self._kept[grammar] = outcome
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-            taken.append((grammar, None))
-        return taken
+            yield grammar, None
 
     def close(self) -> None:
         """Compile no more. A grammar in progress is left to the end of the process."""

@@ -148,7 +148,7 @@ class Grammars:
     def take_compiled(self) -> list[tuple[Request, str | None]]:
         """Return the requests whose grammars have been compiled since the last time, and why if one could not be."""
         taken: list[tuple[Request, str | None]] = []
-        for grammar, error in [] if self._compiler is None else self._compiler.take_compiled():
+        for grammar, error in () if self._compiler is None else self._compiler.take_compiled():
             for request in [each for each in self._waiting.values() if each.sampling.grammar == grammar]:
                 del self._waiting[request.request_id]
                 if error is None:

@@ -156,7 +156,9 @@ class StorageTier(Tier):
     def stats(self) -> TierStats:
         loads, writer = self._loads, self._writer
         failures = {f"get {status.name.lower()}": count for status, count in loads.failures.items()}
-        failures |= {f"put {status.name.lower()}": count for status, count in writer.failures.items()}
+        failures |= {
+            f"put {status.name.lower()}": count for status, count in dict(writer.failures).items()
+        }  # a thread's
         num_dropped = self._scheduler.num_dropped_offers() - self._num_dropped_before
         return TierStats(
             backend=self._name,

@@ -67,7 +67,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
         reported = ((model.name, model.client.stats) for model in models.all())
         return json_response(CacheOverview([_view(name, stats) for name, stats in reported if stats is not None]))
 
-    @router.get("/requests/{request_id}", responses=documented("RequestMatch", 404, 503))
+    @router.get("/requests/{request_id:path}", responses=documented("RequestMatch", 404, 503))
     async def why(request_id: RequestId) -> Response:
         """Say why a request of late found no more of its prompt in the cache."""
         for model in models.all():
@@ -90,7 +90,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
 def _pins_router(models: ModelTable) -> APIRouter:
     router = APIRouter(prefix=_PREFIX)
 
-    @router.post("/requests/{request_id}/pin", responses=documented("PinChange", 400, 404, 409, 503))
+    @router.post("/requests/{request_id:path}/pin", responses=documented("PinChange", 400, 404, 409, 503))
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
         """Keep what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
         for model in models.all():

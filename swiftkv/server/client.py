@@ -47,6 +47,7 @@ from swiftkv.server.node_views import EngineView
 from swiftkv.server.outbox import Outbox
 from swiftkv.server.outlook import Outlook
 from swiftkv.server.tenant_places import limit_met
+from swiftkv.server.tenants import Sender
 
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
@@ -147,6 +148,10 @@ class EngineClient:
     def max_sequences(self) -> int:
         """The most sequences that one request may have: half of the places, so that nobody takes all of them."""
         return max(1, self.max_in_flight // 2)
+
+    def max_sequences_of(self, sender: Sender) -> int:
+        """Return the most that one request of a sender may have: no more than its part of the places."""
+        return max(1, min(self.max_sequences, int(sender.part * self.max_in_flight)))
 
     async def wait_ready(self) -> Ready:
         """Wait until the engine says that it serves."""

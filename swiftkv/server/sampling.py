@@ -49,7 +49,7 @@ def sequence_requests(
         prompt_logprobs_shown=1 if isinstance(body, ChatBody) else n,
         logprobs=logprobs,
         whole=not body.stream,
-    ).check(model.client.max_sequences)
+    ).check(model.client.max_sequences_of(model.policy.sender))
     requests = []
     for prompt, sampling in zip(prompts, samplings, strict=True):
         of_prompt = prompt_bytes(model, prompt, "prompt")

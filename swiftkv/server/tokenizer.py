@@ -45,6 +45,8 @@ _NOT_VARIABLES = {
     "messages",
 }
 _AS_USUAL = Templating()
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
+"""The errors by which a template refuses what it is given."""
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
@@ -80,7 +82,7 @@ class Tokenizer:
         """Read the tokenizer of a model directory in Hugging Face format.
 
         Raises:
-            CheckpointError: there is none, or it has no fast (Rust) form.
+            CheckpointError: there is none, it has no fast (Rust) form, or its chat template is not one.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -88,6 +90,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path}: the tokenizer has no fast form; add a tokenizer.json to the directory")
+        _check_chat_template(path, tokenizer)
         return cls(tokenizer, split_special_tokens=split_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cut: Truncation | None = None) -> list[int]:
@@ -261,7 +264,7 @@ class Tokenizer:
                 tokenize=False,
                 **given.variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        except _REFUSALS as error:
             raise ApiError(
                 400, f"the chat template refuses these messages: {str(error)[:_SHOWN_CHARS]}", param="messages"
             ) from error
@@ -316,6 +319,18 @@ class Tokenizer:
             if all(char in _BYTE_OF_CHAR for char in chars):
                 return [_BYTE_OF_CHAR[char] for char in chars]
         return list(self._token_text(token_id).encode())
+
+
+def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise `CheckpointError` if the chat template is none. One that refuses this message may take others."""
+    if not tokenizer.chat_template:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{path}: the chat template, line {error.lineno}: {error.message}; mend it") from None
+    except _REFUSALS:
+        pass
 
 
 def _is_byte_level(backend: Backend) -> bool:

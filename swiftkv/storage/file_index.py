@@ -55,7 +55,7 @@ class FileIndex:
     def __init__(self, path: Path) -> None:
         """Open the table or make it. Raises `DamagedIndexError`."""
         self._write_lock, self._read_lock, self._touch_lock = (threading.Lock() for _ in range(3))
-        self._touched: dict[bytes, int] = {}  # under `_touch_lock`
+        self._touched: dict[bytes, None] = {}  # under `_touch_lock`; the latest used is last
         with _translated():
             self._db = _connect(path)
             self._reader = _connect(path)
@@ -84,10 +84,11 @@ class FileIndex:
             self._db.execute("BEGIN IMMEDIATE")
             with self._touch_lock:
                 touched, self._touched = self._touched, {}
+            changes = Changes(self._db)
             if touched:
-                rows = [(used_ns, key) for key, used_ns in touched.items()]
+                rows = enumerate(touched, changes.now_ns())
                 self._db.executemany("UPDATE objects SET used_ns = ? WHERE key = ?", rows)
-            yield Changes(self._db)
+            yield changes
 
     def begin_use(self) -> None:
         """Wait less for the lock from now on: calls have deadlines, opening has none."""
@@ -113,9 +114,10 @@ class FileIndex:
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Note that objects were used now."""
-        now_ns = time.time_ns()
         with self._touch_lock:
-            self._touched.update(dict.fromkeys(keys, now_ns))
+            for key in keys:
+                self._touched.pop(key, None)
+                self._touched[key] = None
             is_full = len(self._touched) > _MAX_TOUCHED
         if is_full:
             with self.changing():
@@ -166,6 +168,11 @@ class Changes:
     def remove(self, keys: Iterable[bytes]) -> None:
         """Forget objects; keys that are not there are ignored."""
         self._db.executemany("DELETE FROM objects WHERE key = ?", ((key,) for key in keys))
+
+    def now_ns(self) -> int:
+        """Return the time of a use: later than all in the table, even if the clock has been set back since."""
+        (latest_ns,) = self._db.execute("SELECT max(used_ns) FROM objects").fetchone()
+        return max(time.time_ns(), (latest_ns or 0) + 1)
 
     def oldest(self, limit: int) -> list[tuple[bytes, int]]:
         """Return the key and the bytes of the least recently used objects."""

@@ -191,9 +191,9 @@ class FileMedium:
 
     def _publish(self, objects: Sequence[tuple[bytes, str, int]]) -> None:
         """Give new files (key, path, bytes) their names, after making room for them within the bound."""
-        now_ns = time.time_ns()
         try:
             with self._index.changing() as changes:
+                now_ns = changes.now_ns()
                 _, total_bytes = changes.total()
                 excess_bytes = total_bytes + sum(num_bytes for _, _, num_bytes in objects) - self._options.size
                 self._evict(changes, excess_bytes, self._files.take_over)

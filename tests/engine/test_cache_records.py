@@ -70,6 +70,10 @@ def test_reasons_of_the_pool(checkpoints: dict[str, Path]) -> None:
         assert why(client, first, cache_salt="mine").reason == "complete"
         assert why(client, first, prompt_logprobs=0).reason == "prompt_logprobs"
         assert why(client, [5, 6, 7]).reason == "complete"
+        whole_blocks = prompt(4 * BLOCK, 9)
+        assert why(client, whole_blocks).reason == "never_stored"
+        again = why(client, whole_blocks)
+        assert (again.reason, again.cached_tokens) == ("complete", 3 * BLOCK)  # the last token is computed
         for seed in (3, 4, 5):
             client.generate([prompt(400, seed)])
         evicted = why(client, first)

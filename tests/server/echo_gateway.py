@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,14 @@ def storage_changes(client: EngineClient, directory: Path) -> StorageChanges:
         directory=directory,
         why_not="its KV is nowhere" if client.name == "code" else None,
     )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until something that other threads do has happened."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.005)
 
 
 @dataclass

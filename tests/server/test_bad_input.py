@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import select
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from echo_gateway import MAX_MODEL_LEN, PATIENCE_S, VOCAB_SIZE, Gateway, start_gateway
+from echo_gateway import MAX_MODEL_LEN, PATIENCE_S, VOCAB_SIZE, Gateway, start_gateway, wait_until
 
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.limits import NodeLimits
@@ -268,13 +267,6 @@ def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> b
             assert received, "closed before the answer was complete"
             answer += received
         return answer
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.005)
 
 
 def test_a_body_of_100_mb_is_refused_from_its_announcement(gateway: Gateway) -> None:

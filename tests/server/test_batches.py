@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from echo_gateway import PATIENCE_S, Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway, wait_until
 from openai.types import Batch, FileObject
 
 from swiftkv.server.app import ServerSettings
@@ -47,13 +46,6 @@ def create(client: openai.OpenAI, content: bytes, endpoint: Any = "/v1/completio
     return client.batches.create(
         input_file_id=upload(client, content).id, endpoint=endpoint, completion_window="24h", metadata={"night": "1"}
     )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
 
 
 def ended(client: openai.OpenAI, batch: Batch) -> Batch:

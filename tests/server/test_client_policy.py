@@ -76,6 +76,16 @@ def test_special_tokens_in_content_make_no_roles(tokenizer_dir: Path, tokenizer:
     assert INJECTED in split.decode(split.encode_chat(injected, max_chars=1000))
 
 
+def test_a_chat_template_that_is_none_is_a_mistake_of_the_checkpoint(tmp_path: Path) -> None:
+    """One that refuses a message is left: it may take others."""
+    train_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(CheckpointError, match=r"chat template, line 1: .*; mend it"):
+        Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('a system prompt first') }}")
+    assert "system prompt" in Tokenizer.from_pretrained(tmp_path).chat_template
+
+
 def test_a_tokenizer_that_cannot_split_says_so(tmp_path: Path) -> None:
     train_tokenizer(tmp_path)
     hf = AutoTokenizer.from_pretrained(tmp_path)

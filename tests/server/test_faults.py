@@ -5,24 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import msgspec
 import openai
 import pytest
-from echo_gateway import PATIENCE_S, Gateway
+from echo_gateway import PATIENCE_S, Gateway, wait_until
 
 LONG: dict[str, Any] = {"model": "chat", "prompt": "again and again ", "max_tokens": 4000}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
 
 
 def finished(gateway: Gateway, reason: str) -> float:

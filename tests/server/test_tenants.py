@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import Gateway, start_gateway, wait_until
 
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.models import ClientPolicy
@@ -111,7 +112,14 @@ def test_no_salt_leads_to_another_tenant() -> None:
 def test_each_has_its_part_of_the_places(tenants_gateway: Gateway) -> None:
     """The gateway has 600, of which carol has 6."""
     assert post(tenants_gateway, "carol", n=6).status_code == 200
-    refused = post(tenants_gateway, "carol", n=7)
+    never = post(tenants_gateway, "carol", n=7)
+    assert (never.status_code, never.json()["error"]["code"]) == (400, "limit_exceeded")
+    with ThreadPoolExecutor(1) as others:
+        with tenants_gateway.engines["chat"].standing_still():
+            running = others.submit(post, tenants_gateway, "carol", n=6)
+            wait_until(lambda: tenants_gateway.clients["chat"].num_in_flight == 6)
+            refused = post(tenants_gateway, "carol")
+        assert running.result().status_code == 200
     assert refused.status_code == 429
     assert "max_num_queued_reqs" in refused.json()["error"]["message"]
     assert "'carol'" in refused.json()["error"]["message"]

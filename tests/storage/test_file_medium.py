@@ -151,6 +151,18 @@ def test_the_least_recently_used_makes_room(
         check_agreement(cache, backend)
 
 
+def test_a_clock_that_is_set_back_changes_no_order(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block that was put or got last stays, and one that lay there before gives way."""
+    with opened(raw_options(cache, 4 * ON_DISK)) as backend:
+        put(backend, KEYS[:4])
+        past_ns = time.time_ns() - 10**15
+        monkeypatch.setattr(time, "time_ns", lambda: past_ns)
+        check_got(backend, KEYS[1:2])
+        for key in KEYS[4:7]:
+            put(backend, [key])
+        assert backend.exists(KEYS[:7], soon()) == [False, True, False, False, True, True, True]
+
+
 def test_a_batch_larger_than_the_bound_leaves_its_end(cache: Path) -> None:
     with opened(raw_options(cache, 4 * ON_DISK)) as backend:
         assert put(backend, KEYS) == [Status.OK] * len(KEYS)

@@ -59,7 +59,7 @@ async def pool(
         sender=sender,
         is_traced=record.is_traced,
     )
-    at_once = max(1, min(model.client.max_sequences, int(sender.part * model.client.max_in_flight)))
+    at_once = model.client.max_sequences_of(sender)
     for start in range(0, len(prompts), at_once):
         while model.must_wake:  # it was put to sleep, for nothing was in flight
             await model.sleeper.wake_for_request()

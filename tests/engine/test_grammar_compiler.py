@@ -1,0 +1,31 @@
+"""Grammars that are compiled beside the step loop."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from swiftkv.engine.grammar_compiler import GrammarCompiler
+from swiftkv.engine.grammar_tokens import open_tokenizer
+from swiftkv.grammars import GrammarSource, library_form
+from tests.support.checkpoints import SHAPE, make_checkpoint
+
+
+def test_each_can_be_had_when_it_is_told_however_many_came_at_once(tmp_path: Path) -> None:
+    """More grammars than are kept may be compiled within one step."""
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
+    tokenizer = open_tokenizer(tmp_path, int(SHAPE["vocab_size"]), [int(SHAPE["eos_token_id"])])
+    assert tokenizer is not None
+    compiled = threading.Semaphore(0)
+    compiler = GrammarCompiler(tokenizer, compiled.release)
+    wanted = [library_form(GrammarSource("choice", json.dumps([f"word {i}"]), None)) for i in range(80)]
+    assert [compiler.copy_of(grammar) for grammar in wanted] == [None] * len(wanted)
+    for _ in wanted:
+        assert compiled.acquire(timeout=60)
+    for grammar, error in compiler.take_compiled():
+        assert error is None
+        assert compiler.copy_of(grammar) is not None, grammar
+        wanted.remove(grammar)
+    assert wanted == []
+    compiler.close()
