@@ -52,6 +52,7 @@ from lending_node import (
 
 from swiftkv.admin_key import find_admin_key
 from swiftkv.checkpoint import read_texts, save, standard_library_files, train_tokenizer
+from swiftkv.planning.models import SizedPlan
 from swiftkv.tier.loads import num_needed
 
 NAME = "small"
@@ -101,8 +102,9 @@ def restart_engine(node: Node) -> None:
     node.engine(NAME).send_signal(signal.SIGKILL)
     wait_until("the engine to be gone", lambda: engine_view(node)["restarts"] != restarts)
     wait_until("the engine to be back", lambda: engine_view(node)["state"] == "ready")
-    engine = node.engine(NAME).pid
-    wait_until("the pool to have its memory", lambda: shared_memory_bytes(engine) >= node.plan(NAME).pool_bytes)
+    engine, plan = node.engine(NAME).pid, node.plan(NAME)
+    assert isinstance(plan, SizedPlan)
+    wait_until("the pool to have its memory", lambda: shared_memory_bytes(engine) >= plan.pool_bytes)
 
 
 def shared_memory_bytes(process: int) -> int:
