@@ -53,7 +53,7 @@ _TARGET_TPOT_S = 1.2 * _STEP_LIMIT_S
 _LAW = _core.StepTime([1.27e-3, 2.5e-7, 2.5e-7, 0.0, 0.0, 0.0225])  # as in policies.py
 _WINDOW_S = 10.0
 _PRECISION = 0.95
-_HORIZON = 2.0  # times the target, how far an oracle looks
+_MOST_RATIO = 1.5  # of forecast and target: the highest threshold that is tried
 
 
 class LateDoor(OpenDoor):
@@ -100,7 +100,7 @@ class OracleDoor(ForecastingDoor):
         pid = os.fork()
         if pid == 0:
             self._asked, self._asked_s, self._answer_fd = request_id, now_s, write_fd
-            self._give_up_s = now_s + _HORIZON * new.due_s
+            self._give_up_s = now_s + _MOST_RATIO * new.due_s
             self.run.end_arrivals()
             return replace(forecast, hopeful_ttft_s=0.0)  # it is let in
         os.close(write_fd)
@@ -233,7 +233,7 @@ def parts(hits: npt.NDArray[np.bool_], of: npt.NDArray[np.bool_]) -> float:
 
 def best_recall(is_late: npt.NDArray[np.bool_], ratios: npt.NDArray[np.float64]) -> float:
     """Return the highest recall of naming those above any threshold, among those of a precision of 0.95."""
-    named = [ratios > threshold for threshold in np.linspace(0.5, 1.5, 101)]
+    named = [ratios > threshold for threshold in np.linspace(0.5, _MOST_RATIO, 101)]
     return max((parts(each, is_late) for each in named if parts(is_late, each) >= _PRECISION), default=0.0)
 
 
