@@ -19,6 +19,23 @@ from swiftkv.units import format_size
 _LARGEST_PART = 0.8
 
 
+def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
+    """Raise `ConfigError` if weights and pools of models on the CPU need more memory than there is at all.
+
+    Pools take theirs as they fill, so that engines would be killed hours later.
+    """
+    allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
+    on_host = [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]
+    pool_bytes = sum(plan.tensor_parallel_size * plan.pool_bytes for plan in on_host)
+    weight_bytes = sum(plan.tensor_parallel_size * plan.weight_bytes for plan in on_host)
+    if pool_bytes + weight_bytes > allowed_bytes:
+        raise ConfigError(
+            f"kv_cache.memory: {', '.join(plan.name for plan in on_host)}: pools of {format_size(pool_bytes)} and "
+            f"weights of {format_size(weight_bytes)} are more than the {format_size(allowed_bytes)} that this machine "
+            "or control group allows; write less"
+        )
+
+
 def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
     """Raise `ConfigError` if the tiers want more than 80 % of what weights and pools leave of the memory.
 

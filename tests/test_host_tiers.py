@@ -12,7 +12,7 @@ from swiftkv.config import load_config
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import compile_engines
 from swiftkv.errors import ConfigError
-from swiftkv.host_tiers import HostTiers, check_host_memory
+from swiftkv.host_tiers import HostTiers, check_fits_machine, check_host_memory
 from swiftkv.planning.models import SizedPlan
 from swiftkv.planning.node import plan_node
 from tests.support.checkpoints import make_checkpoint
@@ -83,6 +83,14 @@ def test_a_memory_smaller_than_a_block_is_a_mistake(directory: Path) -> None:
     plans, (engine,) = plan(directory, "path: weights, tiers: {host: {size: 4KiB}}")
     with pytest.raises(ConfigError, match=r"tiers.host: not one block of m0 fits into 4KiB"):
         HostTiers().equip(plans[0], engine, plans)
+
+
+def test_pools_larger_than_the_machine_are_a_mistake(directory: Path) -> None:
+    plans, _ = plan(directory, "path: weights", "path: copy")
+    taken_bytes = sum(plan.pool_bytes + plan.weight_bytes for plan in plans)
+    check_fits_machine(plans, taken_bytes)
+    with pytest.raises(ConfigError, match=r"kv_cache.memory: m0, m1: pools of .* weights of .* are more than the "):
+        check_fits_machine(plans, taken_bytes - 1)
 
 
 def test_more_than_the_machine_leaves_is_a_mistake(directory: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import Annotated, Literal, Protocol
 
 import msgspec
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query
 from pydantic import WithJsonSchema
 from starlette.responses import Response
 
@@ -19,6 +19,7 @@ from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
 from swiftkv.server.node_views import ModelChange, ModelStart, Sleeping, StorageOverview
 from swiftkv.server.overview import Overviews
+from swiftkv.server.parameters import DURATION_PATTERN, no_unknown_parameters
 from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
 from swiftkv.server.streaming import json_response
 from swiftkv.units import parse_duration
@@ -34,7 +35,7 @@ Timeout = Annotated[
     str,
     Query(
         description="How long to wait for requests in flight, such as 500ms, 60s or 2m",
-        pattern=r"^[0-9]{1,6}(ms|s|m|h)$",
+        pattern=DURATION_PATTERN,
     ),
 ]
 Now = Annotated[
@@ -53,7 +54,7 @@ class ModelChanges(Protocol):
 
 
 def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges) -> APIRouter:
-    router = APIRouter(prefix=ADMIN_PATH)
+    router = APIRouter(prefix=ADMIN_PATH, dependencies=[Depends(no_unknown_parameters)])
     for part in (
         _model_changes_router(models, changes),
         _sleep_router(models),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.responses import Response
 
 from swiftkv.engine.messages import CacheReport, CacheStop, EngineStats, Explanation
@@ -23,6 +23,7 @@ from swiftkv.server.documented import BODY_ERRORS, documented
 from swiftkv.server.errors import ApiError
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
+from swiftkv.server.parameters import DURATION_PATTERN, no_unknown_parameters
 from swiftkv.server.protocol import PinBody
 from swiftkv.server.streaming import json_response
 from swiftkv.server.token_routes import prompt_ids
@@ -32,9 +33,7 @@ _PREFIX = f"{ADMIN_PATH}/cache"
 
 Name = Annotated[str, Path(description="Name of the model")]
 PinId = Annotated[str, Path(description="Number of the pin", pattern="^[0-9]{1,18}$")]
-TimeToLive = Annotated[
-    str, Query(description="How long to keep it, such as 90s, 30m or 24h", pattern=r"^[0-9]{1,6}(ms|s|m|h)$")
-]
+TimeToLive = Annotated[str, Query(description="How long to keep it, such as 90s, 30m or 24h", pattern=DURATION_PATTERN)]
 RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer")]
 
 MEANINGS: dict[CacheStop, str] = {
@@ -52,7 +51,7 @@ MEANINGS: dict[CacheStop, str] = {
 
 
 def cache_router(models: ModelTable) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(dependencies=[Depends(no_unknown_parameters)])
     router.include_router(_contents_router(models))
     router.include_router(_pins_router(models))
     return router
@@ -67,7 +66,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
         reported = ((model.name, model.client.stats) for model in models.all())
         return json_response(CacheOverview([_view(name, stats) for name, stats in reported if stats is not None]))
 
-    @router.get("/requests/{request_id:path}", responses=documented("RequestMatch", 404, 503))
+    @router.get("/requests/{request_id}", responses=documented("RequestMatch", 404, 503))
     async def why(request_id: RequestId) -> Response:
         """Say why a request of late found no more of its prompt in the cache."""
         for model in models.all():
@@ -90,7 +89,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
 def _pins_router(models: ModelTable) -> APIRouter:
     router = APIRouter(prefix=_PREFIX)
 
-    @router.post("/requests/{request_id:path}/pin", responses=documented("PinChange", 400, 404, 409, 503))
+    @router.post("/requests/{request_id}/pin", responses=documented("PinChange", 400, 404, 409, 503))
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
         """Keep what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
         for model in models.all():

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from swiftkv.model_config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import FIELD_NAMES, INT32_MAX, AtMost, Body, Label, Text, Unsupported
+from swiftkv.server.parameters import DURATION_PATTERN
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import StructuredFields
 from swiftkv.server.templating import ReasoningEffort, TemplateFields
@@ -321,28 +322,29 @@ class BatchBody(Body):
     output_expires_after: Annotated[None, Unsupported()] = None
 
 
-_PARAMETERS = frozenset({"dry_run", "after", "limit", "order", "purpose", "file_id", "batch_id"})
-
 _SHOWN_CHARS = 128  # the most of a name that a client chose
 
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:
-    """Return what pydantic found wrong with a body, as one error about one field."""
+    """Return what pydantic found wrong with a body or a parameter, as one error about one field."""
     # Of a field that takes several types, the error that got furthest into the value is the one to show, and of equals
     # the one about a value of the right type.
     first_field = errors[0]["loc"][:2]
     candidates = (e for e in errors if e["loc"][:2] == first_field)
     error = max(candidates, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     kind, text = error["type"], error["msg"]
-    location = error["loc"][1:]
+    place, *location = error["loc"]
+    if place != "body" and location:
+        is_duration = error.get("ctx", {}).get("pattern") == DURATION_PATTERN
+        wanted = "write a duration such as 90s, 30m or 24h" if is_duration else text
+        return ApiError(400, f"field '{location[0]}': {wanted}", param=str(location[0]))
     if not location and kind == "too_many_entries":
         return ApiError(400, f"the body {text}", code="limit_exceeded")
     if not location:
         return ApiError(400, f"the body must be a JSON object, with 'Content-Type: application/json' ({text})")
     # pydantic puts the names of union members between those of the fields.
-    known = FIELD_NAMES | _PARAMETERS
-    named = [str(part) for part in location[:-1] if isinstance(part, int) or part in known]
-    if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in known:
+    named = [str(part) for part in location[:-1] if isinstance(part, int) or part in FIELD_NAMES]
+    if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in FIELD_NAMES:
         named.append(str(location[-1])[:_SHOWN_CHARS])
     field = ".".join(named)
     if kind in ("extra_forbidden", "unsupported_field"):

@@ -208,9 +208,11 @@ def test_an_engine_that_is_killed_in_its_sleep_leaves_the_model_asleep(own_gatew
     ("path", "status", "says"),
     [
         ("nobody/sleep", 404, "no model 'nobody'"),
-        ("code/sleep?level=3", 400, ""),
-        ("code/sleep?timeout=soon", 400, ""),
-        ("code/sleep?now=yes", 400, ""),
+        ("code/sleep?level=3", 400, "field 'level'"),
+        ("code/sleep?timeout=soon", 400, "field 'timeout': write a duration such as 90s, 30m or 24h"),
+        ("code/sleep?now=yes", 400, "field 'now'"),
+        ("code/sleep?levle=2", 400, "parameter 'levle' is not known here: it takes level, now, timeout"),
+        ("code/wake?now=true", 400, "parameter 'now' is not known here"),
         ("nobody/wake", 404, "no model 'nobody'"),
     ],
 )

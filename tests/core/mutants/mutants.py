@@ -78,6 +78,7 @@ PROMPT_QUEUE = "core/prompt_queue.cpp"
 RATES, LOADS, LOADER = "tier/rates.py", "tier/loads.py", "tier/loader.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
+FILE_WRITING = "storage/file_writing.py"
 HOST_MEMORY = "host/host_memory.cpp"
 
 MUTANTS = [
@@ -1008,10 +1009,18 @@ MUTANTS = [
     ),
     one(
         "a part of a file is an object",
-        FILE_MEDIUM,
-        "if os.writev(fd, parts) != len(parts[0]) + len(parts[1]):",
-        "if os.writev(fd, parts) == 0:",
+        FILE_WRITING,
+        "if os.pwritev(fd, padded, 0) != disk_bytes(num_bytes):",
+        "if os.pwritev(fd, padded, 0) == 0:",
     ),
+    one(
+        "a file is overwritten that somebody reads",
+        FILE_WRITING,
+        "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n",
+        "",
+    ),
+    one("evicted files are kept without end", FILE_WRITING, "self._spare_bytes > self._max_spare_bytes", "False"),
+    one("a clock that is set back makes new objects old", FILE_INDEX, ", (latest_ns or 0) + 1)", ", 0)"),
     one("an index that was lost counts nothing afterwards", FILE_INDEX, "        self._db.execute(_ADDED)\n", ""),
     one(
         "parts of host memory are read over the first",

@@ -60,6 +60,7 @@ TESTS = {
             "breaker",
             "storage_contract",
             "host_medium",
+            "file_writing",
             "file_medium",
             "file_states",
         )

@@ -1,0 +1,22 @@
+"""Parameters in the paths and queries of `/admin`."""
+
+from __future__ import annotations
+
+from fastapi import Request
+
+from swiftkv.server.errors import ApiError
+
+DURATION_PATTERN = "^[0-9]{1,6}(ms|s|m|h)$"
+
+
+async def no_unknown_parameters(request: Request) -> None:
+    """Refuse a query that has what its route does not take: `dryrun=true` would change the node in earnest.
+
+    Raises:
+        ApiError: 400.
+    """
+    known = sorted(field.alias for field in request.scope["route"].dependant.query_params)
+    for name in request.query_params:
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ApiError(400, f"parameter '{name[:128]}' is not known here: {takes}", param=name[:128])
