@@ -260,8 +260,9 @@ class TokenNames:
         return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
 
     def num_chars(self, token_ids: Sequence[int]) -> int:
-        """Return the number of characters that tokens have in the text, also where they are named by their ids."""
-        return sum(len(self.tokenizer.token_text(token_id)) for token_id in token_ids)
+        """Return how many characters of the text begin in these tokens: some have a part of a character only."""
+        token_bytes = self.tokenizer.token_bytes
+        return sum(byte & 0xC0 != 0x80 for token_id in token_ids for byte in token_bytes(token_id))
 
 
 def completion_logprobs(

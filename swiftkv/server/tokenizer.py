@@ -45,6 +45,7 @@ _NOT_VARIABLES = {
     "messages",
 }
 _AS_USUAL = Templating()
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 """The errors by which a template refuses what it is given."""
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -67,6 +68,7 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._byte_level = _is_byte_level(self.backend)
+        self._byte_fallback = "ByteFallback(" in repr(self.backend.decoder)
         self._max_chars_per_token = max(map(len, self.backend.get_vocab()))
         self._special_ids = _special_token_ids(self.backend)
         self._special_tokens = re.compile("|".join(map(re.escape, _special_token_texts(self.backend))) or r"(?!)")
@@ -313,11 +315,12 @@ class Tokenizer:
         return text
 
     def _token_bytes(self, token_id: int) -> list[int]:
-        """Return the bytes of one token, exact in byte-level vocabularies even where they are a part of a character."""
-        if self._byte_level:
-            chars = self.backend.id_to_token(token_id) or ""
-            if all(char in _BYTE_OF_CHAR for char in chars):
-                return [_BYTE_OF_CHAR[char] for char in chars]
+        """Return the bytes of one token, exact even where they are a part of a character."""
+        name = self.backend.id_to_token(token_id) or ""
+        if self._byte_level and all(char in _BYTE_OF_CHAR for char in name):
+            return [_BYTE_OF_CHAR[char] for char in name]
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(name):
+            return [int(name[3:5], 16)]
         return list(self._token_text(token_id).encode())
 
 

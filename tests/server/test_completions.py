@@ -258,6 +258,19 @@ def test_token_ids_of_streams(gateway: Gateway, tokenizer: Tokenizer) -> None:
     assert token_ids == list(itertools.islice(itertools.cycle(prompt), 20))
 
 
+def test_offsets_of_tokens_are_places_in_the_text(gateway: Gateway, tokenizer: Tokenizer) -> None:
+    """Characters of several tokens, too: tokens behind them are where the text has them, echoed or generated."""
+    prompt = tokenizer.encode("日本 token 🎉 another")
+    completion = gateway.openai().completions.create(
+        model="chat", prompt=prompt, max_tokens=len(prompt), logprobs=0, echo=True
+    )
+    [choice] = completion.choices
+    named = list(zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True))
+    whole = [(name, offset) for name, offset in named if "\ufffd" not in name]
+    assert 0 < len(whole) < len(named)
+    assert [choice.text[offset : offset + len(name)] for name, offset in whole] == [name for name, _ in whole]
+
+
 def test_logprobs_of_completions(gateway: Gateway, tokenizer: Tokenizer) -> None:
     completion = gateway.openai().completions.create(
         model="chat", prompt=[301, 302], max_tokens=2, logprobs=2, echo=True, extra_body={"prompt_logprobs": 1}

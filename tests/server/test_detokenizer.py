@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from swiftkv.server.detokenizer import REPLACEMENT, Detokenizer, StopMatcher, StopStrings
 from swiftkv.server.tokenizer import Tokenizer
@@ -146,3 +147,9 @@ def test_before_min_tokens_a_stop_string_is_text() -> None:
 def test_token_bytes_are_exact_inside_a_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.backend.encode(TEXT).ids
     assert bytes(byte for token in ids for byte in tokenizer.token_bytes(token)).decode() == TEXT
+
+
+def test_token_bytes_of_a_vocabulary_with_byte_tokens(byte_fallback: Backend) -> None:
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=byte_fallback))
+    ids = byte_fallback.encode("hel日").ids
+    assert bytes(byte for token in ids[-3:] for byte in tokenizer.token_bytes(token)).decode() == "日"
