@@ -213,7 +213,6 @@ def simulate(
         from swiftkv.planning.node import plan_node
         from swiftkv.simulate.command import Options, print_figures, simulate_node
         from swiftkv.simulate.report import Targets
-        from swiftkv.units import parse_size
 
         config = load_config(config_path, lending=False if no_lending else None)
         options = Options(
@@ -227,7 +226,7 @@ def simulate(
             targets=Targets(target_ttft, target_tpot),
             save_step_time=save_step_time,
             cores=cores,
-            copied_bytes_per_s=None if copy_rate is None else parse_size(copy_rate),
+            copied_bytes_per_s=None if copy_rate is None else _parse_rate(copy_rate),
             plot=plot,
         )
         result = simulate_node(config, tuple(plan_node(config, need_weights=False)), model or [], options)
@@ -235,6 +234,16 @@ def simulate(
             print(json.dumps(result, indent=2))
         else:
             print_figures(result)
+
+
+def _parse_rate(text: str) -> int:
+    """Return bytes per second. Raises `ConfigError`."""
+    from swiftkv.units import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(f"--copy-rate: {text!r} is no size; write bytes a second such as 8GiB") from None
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from swiftkv.config import Config
+from swiftkv.errors import CheckpointError
 from swiftkv.fleet import Member
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.templates import TemplateRenderer
@@ -32,30 +34,40 @@ def load_handles(
     for member in members:
         model, plan = member.config, member.plan
         directory = plan.checkpoint.directory
-        tokenizer = Tokenizer.from_pretrained(directory, split_special_tokens=model.split_special_tokens)
-        handles.append(
-            ModelHandle(
-                name=plan.name,
-                root=plan.checkpoint.public_name,
-                max_model_len=plan.max_model_len,
-                vocab_size=plan.vocab_size,
-                max_num_seqs=model.max_num_seqs,
-                tokenizer=tokenizer,
-                client=member.client,
-                sleeper=member.sleeper,
-                storage=member.storage,
-                policy=policy,
-                grammars=grammars,
-                auto_wake=model.auto_wake,
-                targets=Targets(model.target_ttft, model.target_tpot),
-                tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
-                reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
-                templates=templates if model.trust_request_chat_template else None,
-                defaults=sampling_defaults(model.generation_config, directory, config.directory),
-                embedding=(
-                    read_embedding_recipe(directory, model.matryoshka_dimensions) if model.task == "embed" else None
-                ),
-                scoring=(ScoreTemplate(tokenizer, read_score_recipe(directory)) if model.task == "score" else None),
+        with _mistakes_named(plan.name):
+            tokenizer = Tokenizer.from_pretrained(directory, split_special_tokens=model.split_special_tokens)
+            handles.append(
+                ModelHandle(
+                    name=plan.name,
+                    root=plan.checkpoint.public_name,
+                    max_model_len=plan.max_model_len,
+                    vocab_size=plan.vocab_size,
+                    max_num_seqs=model.max_num_seqs,
+                    tokenizer=tokenizer,
+                    client=member.client,
+                    sleeper=member.sleeper,
+                    storage=member.storage,
+                    policy=policy,
+                    grammars=grammars,
+                    auto_wake=model.auto_wake,
+                    targets=Targets(model.target_ttft, model.target_tpot),
+                    tool_parser=choose_parser(model.tool_parser, tokenizer.chat_template),
+                    reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
+                    templates=templates if model.trust_request_chat_template else None,
+                    defaults=sampling_defaults(model.generation_config, directory, config.directory),
+                    embedding=(
+                        read_embedding_recipe(directory, model.matryoshka_dimensions) if model.task == "embed" else None
+                    ),
+                    scoring=(ScoreTemplate(tokenizer, read_score_recipe(directory)) if model.task == "score" else None),
+                )
             )
-        )
     return handles
+
+
+@contextmanager
+def _mistakes_named(model: str) -> Iterator[None]:
+    """Have mistakes in a model's files and options say which model has them."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"model '{model}': {error}") from error

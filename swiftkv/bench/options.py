@@ -12,10 +12,11 @@ from swiftkv.bench import report
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 EXAMPLES = """examples:
-  swiftkv bench serve --model chat --random-input-len 512 --num-prompts 100 --request-rate 4
-  swiftkv bench serve --dataset-name multi_turn --num-prompts 8 --multi-turn-num-turns 6 --max-concurrency 2
+  swiftkv bench serve --model chat --tokenizer MODEL_DIR --random-input-len 512 --num-prompts 100 --request-rate 4
+  swiftkv bench serve --tokenizer MODEL_DIR --dataset-name multi_turn --num-prompts 8 --max-concurrency 2
   swiftkv bench serve --backend openai-chat --model chat --dataset-name custom --dataset-path questions.jsonl
-  swiftkv bench serve --base-url http://127.0.0.1:8001 --save-result --goodput ttft:500 tpot:50
+  swiftkv bench serve --base-url http://127.0.0.1:8001 --tokenizer MODEL_DIR --save-result --goodput ttft:500 tpot:50
+MODEL_DIR is the directory or hub id of the model that is served: its tokenizer makes the prompts.
 """
 
 

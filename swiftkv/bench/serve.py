@@ -237,9 +237,9 @@ async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> t
         response.raise_for_status()
         served = {entry["id"]: entry.get("root") for entry in response.json()["data"]}
     except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError) as error:
-        raise UsageError(
-            f"--base-url: no list of models at {base_url}/v1/models: {error}; name a server that runs"
-        ) from None
+        asks_for_key = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
+        remedy = "export OPENAI_API_KEY=... with a key of that server" if asks_for_key else "name a server that runs"
+        raise UsageError(f"--base-url: no list of models at {base_url}/v1/models: {error}; {remedy}") from None
     model = str(args.served_model_name or args.model or next(iter(served), ""))
     if model not in served:
         raise UsageError(f"--model: {model!r} is not served at {base_url}; it has {', '.join(served) or 'none'}")

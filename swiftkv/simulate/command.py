@@ -73,7 +73,12 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
         check_can_draw(options.plot)
     known = read_step_times(options.step_time)
     if options.save_step_time is not None:
-        options.save_step_time.write_text(json.dumps(known, indent=1) + "\n")
+        try:
+            options.save_step_time.write_text(json.dumps(known, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--save-step-time: {options.save_step_time} cannot be written: {error.strerror}"
+            ) from None
     if traces is None:
         return _each_alone(config, plans, models, options, known)
     if models:

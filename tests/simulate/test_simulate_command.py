@@ -129,6 +129,11 @@ def test_a_plot_that_cannot_be_written_is_a_mistake(directory: Path, tmp_path: P
         simulated(directory, replace(options(directory, "chat"), plot=tmp_path / file))
 
 
+def test_step_times_that_cannot_be_saved_are_a_mistake(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--save-step-time: .*missing/times\.json cannot be written"):
+        simulated(directory, replace(options(directory, "chat"), save_step_time=tmp_path / "missing" / "times.json"))
+
+
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_simulated(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
