@@ -30,7 +30,7 @@ class AttachableTier(Tier):
 
     Opening and closing storage may take seconds, and is done in a thread; one change is made at a time. Storage that is
     detached takes part in nothing any more, but blocks which it is just reading are the pool's again only once it has
-    let go of them.
+    let go of them. If a call hangs, that may be after the change has ended.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
@@ -47,6 +47,7 @@ class AttachableTier(Tier):
         self._leaving: StorageTier | None = None
         self._patience_ends_s = 0.0  # monotonic: when storage is closed though a call has not come back from it
         self._closing: _Work[None] | None = None
+        self._stuck: list[StorageTier] = []  # closed, but a call that reads has not come back
         self._past: TierStats | None = None  # the totals of storage that is gone
         self._answers: list[StorageChanged] = []
         if config.storage is not None:
@@ -124,6 +125,9 @@ class AttachableTier(Tier):
 
     def _go_on(self) -> None:
         """Take over what threads have done."""
+        for stuck in self._stuck:
+            stuck.take_back()
+        self._stuck = [stuck for stuck in self._stuck if stuck.is_reading]
         if self._opening is not None and self._opening.is_over:
             opened, error = self._opening.result, self._opening.error
             self._opening = None
@@ -134,12 +138,14 @@ class AttachableTier(Tier):
             self._leave(self._leaving)
 
     def _leave(self, leaving: StorageTier) -> None:
-        """Close storage once nothing reads from it, or a call does not come back; closing ends such a call."""
+        """Close storage once nothing reads from it, or a call does not come back; closing ends most such calls."""
         leaving.before_step()
         if self._closing is None:
             if not leaving.is_reading or time.monotonic() >= self._patience_ends_s:
                 self._closing = _Work("storage closing", leaving.end, self.wakeup.wake)
-        elif self._closing.is_over and not leaving.is_reading:
+        elif self._closing.is_over:
+            if leaving.is_reading:
+                self._stuck.append(leaving)
             last = leaving.stats()
             last = last if self._past is None else last.after(self._past)
             self._past = msgspec.structs.replace(

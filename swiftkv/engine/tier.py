@@ -192,6 +192,10 @@ class StorageTier(Tier):
         """Whether storage has not let go of some blocks of the pool yet."""
         return self._loads.is_reading
 
+    def take_back(self) -> None:
+        """Take back blocks of the pool that storage has let go of."""
+        self._loads.apply()
+
     def leave(self) -> None:
         """Give up all that waits for storage, and take no more offers; blocks in the queue are still written."""
         self._leave(write_until_s=0.0)

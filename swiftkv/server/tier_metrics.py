@@ -52,7 +52,7 @@ class TierMetrics(ModelCollector[TierStats]):
         levels = [(model, level) for model, stats in self._by_model.items() for level in stats.levels]
         degraded = GaugeMetricFamily(
             "swiftkv:tier_degraded",
-            "1 while the tier is left alone, because it failed or was slow too often",
+            "1 while the tier is left alone, because it failed or was slow too often, or while a call to it hangs",
             labels=_LABELS,
         )
         for model, level in levels:

@@ -67,7 +67,7 @@ class StorageBackend(Protocol):
 
     @property
     def is_degraded(self) -> bool:
-        """Whether calls are refused for now, because the backend failed or was slow too often."""
+        """Whether calls are refused for now, because the backend failed or was slow too often, or whether one hangs."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """Return which keys are there; False also where that could not be found out."""

@@ -19,7 +19,7 @@ OPEN_S = 30.0
 _QUANTILE = 0.99
 _FAIR_S = 0.1
 """A call that was given less time shows nothing about the speed of a medium."""
-_HUNG_S = 1.0
+HUNG_S = 1.0
 """A call that runs for so long beyond its deadline will not come back soon."""
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class GuardedMedium:
         self.breaker = breaker
         self.clock = clock
         self.places = threading.Semaphore(medium.capabilities.max_calls)
-        self.running: dict[int, float] = {}  # deadlines, by `id` of the call
+        self.running: dict[int, float] = {}  # when each call should end, by its `id`
         self._medium = medium
 
     @property
@@ -135,8 +135,8 @@ class GuardedMedium:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether calls are refused for now."""
-        return self.breaker.is_open
+        """Whether calls are refused for now, or one hangs."""
+        return self.breaker.is_open or any(self._are_hung())
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """Return which keys are there; False also where that could not be found out."""
@@ -168,26 +168,31 @@ class GuardedMedium:
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget objects, unless the medium fails: they are then found corrupt again."""
-        with _Call(self, self.clock() + _HUNG_S) as call:
+        with _Call(self, self.clock() + HUNG_S) as call:
             if call.is_admitted:
                 self._medium.drop(keys)
 
     def usage(self) -> Usage | None:
         """Return the size of what is kept; None if that could not be found out."""
-        with _Call(self, self.clock() + _HUNG_S) as call:
+        with _Call(self, self.clock() + HUNG_S) as call:
             if call.is_admitted:
                 return self._medium.usage()
         return None
 
     def trip_if_hung(self) -> None:
-        """Open the breaker if every place is taken by a call that should have ended long ago."""
-        deadlines_s = list(self.running.values())
-        if deadlines_s and all(self.clock() > deadline_s + _HUNG_S for deadline_s in deadlines_s):
+        """Open the breaker if every place is taken by a call that hangs."""
+        are_hung = self._are_hung()
+        if are_hung and all(are_hung):
             self.breaker.trip()
 
     def close(self) -> None:
         """Let go of the medium."""
         self._medium.close()
+
+    def _are_hung(self) -> list[bool]:
+        """Return for each running call whether it should have ended long ago."""
+        now_s = self.clock()
+        return [now_s > end_s + HUNG_S for end_s in list(self.running.values())]
 
 
 class _Call:
@@ -225,7 +230,7 @@ class _Call:
             return self
         self._era = guard.breaker.admit()
         self._begin_s = guard.clock()
-        guard.running[id(self)] = self._deadline_s
+        guard.running[id(self)] = max(self._deadline_s, self._begin_s)
         return self
 
     def __exit__(

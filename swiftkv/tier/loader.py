@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy.typing as npt
 
 from swiftkv.latency import prefer_latency
 from swiftkv.storage.backend import Status
+from swiftkv.storage.breaker import HUNG_S
 from swiftkv.storage.levels import Levels
 from swiftkv.tier.keys import ObjectKeys, split_keys
 from swiftkv.tier.storage_thread import StorageThread
@@ -63,8 +66,14 @@ class Load:
     targets: Sequence[Target]
     deadline_s: float  # monotonic
     is_cancelled: bool = False
-    num_begun: int = 0
+    num_begun: int = 0  # targets that storage was handed, or that nobody wants any more
     growth: int = 1  # the size of its next call, as a multiple of the first
+
+    def take_rest(self) -> Sequence[Target]:
+        """Return the targets that are still to be read, once."""
+        rest = self.targets[self.num_begun :]
+        self.num_begun = len(self.targets)
+        return rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,7 @@ class Loader:
     """The thread that reads. Loads take turns, so that a long one holds up a short one for a moment only.
 
     The engine's thread calls all methods. A call that hangs keeps its buffers, and delays the loads behind it; who
-    waits for those has a deadline of its own.
+    waits for those has a deadline of its own, and withdraws them.
     """
 
     def __init__(self, levels: Levels, keys: ObjectKeys, on_done: Callable[[], None]) -> None:
@@ -98,6 +107,8 @@ class Loader:
         self._on_done = on_done
         self._todo: deque[Search | Load] = deque()
         self._done: deque[Search | PartRead] = deque()
+        self.hung_from_s = math.inf
+        """When the call in progress begins to count as hung, on the monotonic clock."""
         self._thread = StorageThread("storage loader", self._serve, on_done)
         self._thread.start()
 
@@ -105,6 +116,22 @@ class Loader:
         with self._thread.changed:
             self._todo.append(job)
             self._thread.changed.notify()
+
+    def withdraw(self, job: Search | Load) -> Sequence[Target]:
+        """Give up a job, and return the targets of a load that storage was not handed.
+
+        `take_done` tells of the others only.
+        """
+        with self._thread.changed:
+            job.is_cancelled = True
+            with suppress(ValueError):  # the thread has it, or is done with it
+                self._todo.remove(job)
+            return job.take_rest() if isinstance(job, Load) else ()
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the thread is in a call that should have ended long ago."""
+        return time.monotonic() >= self.hung_from_s
 
     def take_done(self) -> list[Search | PartRead]:
         """Return the answers that have come since the last call. Raises `RuntimeError` if a defect ended the thread."""
@@ -127,8 +154,9 @@ class Loader:
         while job := self._next():
             done = self._search(job) if isinstance(job, Search) else self._read_part(job)
             with self._thread.changed:
+                self.hung_from_s = math.inf
                 self._done.append(done)
-                if isinstance(done, PartRead) and not done.is_last:
+                if isinstance(done, PartRead) and not (done.is_last or done.load.is_cancelled):
                     self._todo.append(done.load)
             self._on_done()
 
@@ -141,6 +169,7 @@ class Loader:
                 return None
             job = self._todo.popleft()
             job.is_cancelled |= thread.is_closing
+            self.hung_from_s = max(time.monotonic(), job.deadline_s) + HUNG_S
             return job
 
     def _search(self, search: Search) -> Search:
@@ -154,27 +183,34 @@ class Loader:
 
     def _read_part(self, load: Load) -> PartRead:
         began_s = time.monotonic()
-        rest = load.targets[load.num_begun :]
-        part: list[Target] = []
-        num_bytes = 0
-        max_blocks, max_bytes = load.growth * _BLOCKS_PER_GET, load.growth * _GET_BYTES
-        while len(part) < min(len(rest), max_blocks) and num_bytes < max_bytes:
-            part.append(rest[len(part)])
-            num_bytes += part[-1].into.nbytes
+        part = self._next_part(load)
         statuses: list[Status | None] = []
         tiers: list[str] = []
         if not load.is_cancelled:
             names = [self._keys.of(target.wanted.block_key, target.wanted.group) for target in part]
             read, tiers = self._levels.get(names, [target.into for target in part], load.deadline_s)
             statuses += read
-            load.num_begun += len(part)
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
         took_s = time.monotonic() - began_s
         if took_s < _SHORT_S:
             load.growth = min(2 * load.growth, _MAX_GROWTH)
         elif took_s > 2 * _SHORT_S:
             load.growth = 1  # it may go on in slower storage
-        if is_whole and len(part) < len(rest):
-            return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)
-        statuses += [None] * (len(rest) - len(statuses))
-        return PartRead(load, rest, statuses, tiers, is_last=True, took_s=took_s)
+        with self._thread.changed:
+            if is_whole and load.num_begun < len(load.targets):
+                return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)
+            part += load.take_rest()
+        statuses += [None] * (len(part) - len(statuses))
+        return PartRead(load, part, statuses, tiers, is_last=True, took_s=took_s)
+
+    def _next_part(self, load: Load) -> list[Target]:
+        """Take the targets of the next call: none if the load was withdrawn."""
+        part: list[Target] = []
+        num_bytes = 0
+        max_blocks, max_bytes = load.growth * _BLOCKS_PER_GET, load.growth * _GET_BYTES
+        with self._thread.changed:
+            while load.num_begun < len(load.targets) and len(part) < max_blocks and num_bytes < max_bytes:
+                part.append(load.targets[load.num_begun])
+                load.num_begun += 1
+                num_bytes += part[-1].into.nbytes
+        return part

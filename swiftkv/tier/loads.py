@@ -89,7 +89,7 @@ class Loads:
     """Holds requests while storage is asked for what they lack, and has the scheduler make room for it.
 
     Everything here runs in the engine's thread, between two steps. A request asks storage only once, and goes on at its
-    deadline with what has come by then, whatever storage does.
+    deadline with what has come by then, whatever storage does. While a call hangs, no request is held.
     """
 
     def __init__(
@@ -136,10 +136,14 @@ class Loads:
 
     def next_deadline_s(self) -> float | None:
         """Return when a request stops waiting at the latest, on the monotonic clock."""
-        return min((wait.deadline_s for wait in self._waits.values()), default=None)
+        if not self._waits:
+            return None
+        return min(self._loader.hung_from_s, *(wait.deadline_s for wait in self._waits.values()))
 
     def consider(self, request_id: int) -> None:
         """Hold a request that has just come if storage may have more of its prompt than there is here."""
+        if self._loader.is_hung:
+            return
         now_s = time.monotonic()
         block_keys, is_resident, num_usable = self._scheduler.look_up(request_id)
         num_keys = len(is_resident) // len(self._groups)
@@ -161,9 +165,10 @@ class Loads:
             else:
                 self._read(done)
         now_s = time.monotonic()
+        is_hung = self._loader.is_hung
         is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._is_nobody_before()
         for wait in list(self._waits.values()):
-            if now_s >= wait.deadline_s or (is_alone and not wait.computes_front):
+            if now_s >= wait.deadline_s or is_hung or (is_alone and not wait.computes_front):
                 self.num_late += wait.load is not None
                 self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
@@ -348,7 +353,6 @@ class Loads:
         read_bytes = _num_bytes(part.targets[:num_read])
         self._end(part.targets[:num_read], is_loaded=True)
         self._end(part.targets[num_read:], is_loaded=False)
-        self._reading_bytes -= _num_bytes(part.targets)
         if expected := self._expected.get(part.load.request_id):
             expected.tiers.update((target.index, tier) for target, tier in zip(part.targets, part.tiers, strict=False))
         self.loaded_blocks += num_read
@@ -369,12 +373,14 @@ class Loads:
     def _end(self, targets: Sequence[Target], is_loaded: bool) -> None:
         if targets:
             self._scheduler.end_load(*_arrays(targets), is_loaded)
+            self._reading_bytes -= _num_bytes(targets)
 
     def _give_up(self, wait: _Wait) -> None:
-        """Wait no longer. Blocks that are being read stay where they are until storage has let go of them."""
-        wait.asked.is_cancelled = True
+        """Wait no longer. Blocks that storage was handed stay where they are until it has let go of them."""
+        not_begun = self._loader.withdraw(wait.asked)
         if wait.unread:
             self._scheduler.forget_loading(*_arrays(list(wait.unread)))
+        self._end(not_begun, is_loaded=False)
         self._let_go(wait)
 
     def _let_go(self, wait: _Wait) -> None:

@@ -38,7 +38,7 @@ class LevelStats(msgspec.Struct, array_like=True, frozen=True):
     """One tier below the pool. Totals count from the start of the engine; blocks are of one KV group each."""
 
     tier: str  # host or storage
-    is_degraded: bool = False  # it failed or was slow too often, and is left alone for a while
+    is_degraded: bool = False  # it failed or was slow too often and is left alone for a while, or a call hangs
     hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loaded_blocks_total: int = 0
     stored_blocks_total: int = 0
@@ -59,7 +59,7 @@ class LevelStats(msgspec.Struct, array_like=True, frozen=True):
 class TierStats(msgspec.Struct, array_like=True, frozen=True):
     """All tiers below the pool together. Totals count from the start of the engine. Blocks are of one KV group each."""
 
-    is_degraded: bool = False  # one of them failed or was slow too often, and is left alone for a while
+    is_degraded: bool = False  # so is one of them
     hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loads_total: int = 0  # prompts for which something was read
     loads_late_total: int = 0  # loads that were not waited for to the end

@@ -14,11 +14,11 @@ import pytest
 from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.tier.messages import TierSpec, TierStats
-from tests.engine.engine_process import Answer
+from tests.engine.engine_process import TIMEOUT_S, Answer
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import wait_for
-from tests.support.storage import MemoryMedium
+from tests.support.storage import MemoryMedium, StuckMedium
 
 BLOCK = 16
 PROMPT_TOKENS = 300
@@ -169,6 +169,44 @@ def test_a_prompt_that_waits_for_storage_which_is_detached_is_computed(
         assert outcome(client) is None
         stats = client.wait_for_rest()
         assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def test_storage_whose_read_does_not_come_back_is_detached_and_another_attached(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has all of its blocks again when the read comes back."""
+    monkeypatch.setattr("swiftkv.engine.attachable_tier._READ_PATIENCE_S", 0.0)
+    monkeypatch.setattr("swiftkv.engine.tier._CLOSE_PATIENCE_S", 0.01)
+    names = {"module_path": StuckMedium.__module__, "class_name": "StuckMedium", "options": {"name": "detached"}}
+    medium = {"backend": "dynamic", **names}
+    with engine(checkpoint) as client:
+        attach(client, medium)
+        client.generate([prompt(0)])
+        assert outcome(client) is None
+        while tier(client).num_to_store:
+            client.take_one()
+    with engine(checkpoint) as client:
+        with StuckMedium.stuck():
+            attach(client, medium)
+            assert outcome(client) is None
+            waiting = client.add(prompt(0))
+            assert StuckMedium.is_asked.wait(TIMEOUT_S)
+            detach(client)
+            assert tokens(client.wait([waiting])) == [right[0]]
+            assert outcome(client) is None
+            assert tier(client).backend is None
+            attach(client, file_storage(tmp_path / "kv"))
+            assert outcome(client) is None
+            assert tokens(client.generate([prompt(1)])) == [right[1]]
+            stats = client.wait_for_rest()
+            assert stats.num_free_blocks + stats.num_cached_blocks < stats.num_blocks
+        while stats.num_free_blocks + stats.num_cached_blocks < stats.num_blocks:
+            assert tokens(client.generate([prompt(1)])) == [right[1]]
+            stats = client.wait_for_rest()
+        while tier(client).num_to_store:
+            client.take_one()
+        assert tier(client).backend == "file"
+        assert tier(client).stored_blocks_total > 0
 
 
 def test_changes_that_cannot_be_made_are_refused_and_change_nothing(checkpoint: Path, tmp_path: Path) -> None:

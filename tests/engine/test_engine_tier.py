@@ -18,6 +18,7 @@ from swiftkv.tier.messages import TierStats
 from tests.engine.engine_process import Answer, EngineClient, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
+from tests.support.storage import StuckMedium
 
 MAX_MODEL_LEN = 512
 BLOCK = 16
@@ -231,6 +232,27 @@ def test_a_storage_that_cannot_be_read_changes_no_answer(checkpoint: Path, tmp_p
     assert stats.tier is not None
     if max(FAULTS[fault].get(kind, 0.0) for kind in ("fail", "flip", "truncate", "hang", "delay")) == 1.0:
         assert stats.tier.hit_tokens_total == 0
+
+
+def test_prompts_behind_a_read_that_does_not_come_back_are_computed(checkpoints: dict[str, Path]) -> None:
+    """Their loads have no room in the pool together; the read comes back once all are answered."""
+    prompts = [prompt(300, seed) for seed in range(8)]
+    names = {"module_path": StuckMedium.__module__, "class_name": "StuckMedium", "options": {"name": "behind"}}
+    spec = storage({"backend": "dynamic", **names}, prefetch_policy="timeout", prefetch_timeout_base_s=1.0)
+    first = answers(checkpoints["llama"], prompts, storage=spec)
+    with engine(checkpoints["llama"], kv_bytes=1 << 20, storage=spec) as client:
+        with StuckMedium.stuck():
+            second = client.generate(prompts)
+            assert StuckMedium.is_asked.is_set()
+            while not tier_of(client).is_degraded:
+                client.take_one()
+            second += client.generate(prompts[:1])
+        stats = client.wait_for_rest()
+        while stats.num_free_blocks + stats.num_cached_blocks < stats.num_blocks:
+            client.take_one()
+            stats = client.wait_for_rest()
+        assert not tier_of(client).is_degraded
+    assert tokens(second) == tokens([*first, first[0]])
 
 
 def test_a_storage_that_spoils_what_is_written_changes_no_answer(checkpoint: Path, tmp_path: Path) -> None:

@@ -287,6 +287,22 @@ def test_waiting_for_a_place_is_late_and_does_not_count(clock: Clock) -> None:
     assert read(guard) is Status.OK
 
 
+def test_a_call_that_does_not_come_back_is_seen_though_there_are_places_left(clock: Clock) -> None:
+    medium = HangingMedium()
+    guard = GuardedMedium(medium, Breaker(clock), clock)
+    reader = threading.Thread(target=read, args=(guard, 60.0))
+    reader.start()
+    assert medium.has_begun.acquire(timeout=60)
+    clock.now_s += 60.5
+    assert not guard.is_degraded
+    clock.now_s += 1.0
+    assert guard.is_degraded
+    medium.may_end.set()
+    reader.join()
+    assert not guard.is_degraded
+    assert read(guard) is Status.OK
+
+
 def test_calls_that_do_not_come_back_open_it(clock: Clock) -> None:
     medium = HangingMedium()
     guard = GuardedMedium(medium, Breaker(clock), clock)

@@ -165,4 +165,28 @@ class MemoryMedium:
         return Status.OK
 
 
+class StuckMedium(MemoryMedium):
+    """A medium whose reads do not come back while a test keeps them, not even when it is closed."""
+
+    is_asked: ClassVar[threading.Event] = threading.Event()
+    may_read: ClassVar[threading.Event] = threading.Event()
+
+    @classmethod
+    @contextmanager
+    def stuck(cls) -> Iterator[None]:
+        """Keep reads until the end of the block."""
+        cls.is_asked.clear()
+        cls.may_read.clear()
+        try:
+            yield
+        finally:
+            cls.may_read.set()
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        self.is_asked.set()
+        assert self.may_read.wait(2 * TIMEOUT_S)
+        return super().read(keys, into, deadline_s)
+
+
+StuckMedium.may_read.set()
 assert len(key_of(0)) == KEY_BYTES

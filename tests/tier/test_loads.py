@@ -199,13 +199,13 @@ def test_a_request_that_ends_between_two_parts_of_its_load_leaves_the_first_one_
 
 
 class Turns:
-    """An engine with one seat, taken by a request, and a pool with room for little more than one of two prompts."""
+    """An engine with one seat, and a storage that has two prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, medium: MemoryMedium, num_blocks: int) -> None:
+        """The pool has that many blocks."""
         self.owner = Owner()
         self.prompts = [np.arange(i * 1000, i * 1000 + len(PROMPT), dtype=np.int32) for i in range(1, 3)]
-        backend = stored(MemoryMedium(name=str(id(self))), self.prompts)
-        num_blocks = NUM_BLOCKS + 4
+        backend = stored(medium, self.prompts)
         self.scheduler = _core.Scheduler(
             [_core.GroupSpec(1, num_blocks, layer_block_bytes=GROUP.block_bytes)],
             block_size=BLOCK,
@@ -247,7 +247,8 @@ class Turns:
 
 @pytest.fixture
 def turns() -> Iterator[Turns]:
-    turns = Turns()
+    """Return an engine whose pool has room for little more than one of the prompts."""
+    turns = Turns(MemoryMedium(name="turns"), NUM_BLOCKS + 4)
     try:
         yield turns
     finally:
@@ -272,3 +273,112 @@ def test_what_was_loaded_is_used_before_another_load_takes_its_room(turns: Turns
     assert found == {2: NUM_BLOCKS * BLOCK, 3: NUM_BLOCKS * BLOCK}
     assert (turns.loads.num_loads, turns.loads.num_late) == (2, 0)
     turns.scheduler.check_invariants()
+
+
+class Clock:
+    """A time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Stuck(Turns):
+    """Storage that does not come back from reading the first prompt, and a pool with room for both."""
+
+    def __init__(self) -> None:
+        self.medium = GatedMedium()
+        super().__init__(self.medium, 2 * NUM_BLOCKS + 4)
+
+    def ask(self, request_id: int, prompt: npt.NDArray[np.int32]) -> None:
+        self.add(request_id, prompt, max_tokens=1)
+        self.loads.consider(request_id)
+
+    @property
+    def num_loading(self) -> int:
+        return self.scheduler.stats().groups[0].loading
+
+    def let_read(self) -> None:
+        """Have the call return, and check that no block is left behind."""
+        self.medium.let_read()
+        self.until(lambda: not self.loads.is_reading)
+        assert self.num_loading == 0
+        self.scheduler.check_invariants()
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    stuck = Stuck()
+    try:
+        yield stuck
+    finally:
+        stuck.medium.let_read()
+        stuck.loader.close()
+        stuck.loader.join(TIMEOUT_S)
+
+
+def test_who_stops_waiting_keeps_no_blocks_that_storage_was_not_handed(
+    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second load is behind a call that does not come back; both prompts are computed meanwhile."""
+    clock = Clock()
+    monkeypatch.setattr("swiftkv.tier.loads.time", clock)
+    for request_id, prompt in enumerate(stuck.prompts, start=1):
+        stuck.ask(request_id, prompt)
+    stuck.until(lambda: stuck.loads.num_loads == 2)
+    assert stuck.medium.is_asked.wait(TIMEOUT_S)
+    assert (stuck.num_loading, stuck.loads.num_waiting) == (2 * NUM_BLOCKS, 2)
+    clock.now_s += 20 * TIMEOUT_S
+    stuck.loads.apply()
+    assert (stuck.num_loading, stuck.loads.num_waiting) == (NUM_BLOCKS, 0)
+    stuck.scheduler.check_invariants()
+    while stuck.scheduler.has_work():
+        stuck.step()
+    assert stuck.loads.is_reading
+    stuck.let_read()
+
+
+@pytest.mark.parametrize("meeting", [np.arange(150 * BLOCK + 1, dtype=np.int32)], indirect=True, ids=["long"])
+def test_of_a_load_in_progress_only_what_storage_was_handed_stays(meeting: Meeting) -> None:
+    meeting.begin()
+    count = meeting.owner.count
+    num_asked = len(meeting.medium.asked)
+    assert meeting.scheduler.stats().groups[0].loading > num_asked
+    meeting.scheduler.abort(np.array([REQUEST], np.uint64))
+    meeting.loads.forget(REQUEST)
+    assert meeting.scheduler.stats().groups[0].loading == num_asked
+    meeting.medium.let_read()
+    meeting.owner.wait_for_more(count)
+    meeting.loads.apply()
+    assert not meeting.loads.is_reading
+    assert meeting.scheduler.stats().groups[0].loading == 0
+    meeting.scheduler.check_invariants()
+
+
+def test_while_a_call_hangs_nobody_waits(stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who waited before, nor who comes then; once it has returned, prompts wait again."""
+    clock = Clock()
+    for module in ("loads", "loader"):
+        monkeypatch.setattr(f"swiftkv.tier.{module}.time", clock)
+    stuck.ask(1, stuck.prompts[0])
+    stuck.until(lambda: stuck.loads.num_loads == 1)
+    assert stuck.medium.is_asked.wait(TIMEOUT_S)
+    deadline_s = stuck.loads.next_deadline_s()
+    assert deadline_s is not None
+    clock.now_s = deadline_s
+    stuck.ask(2, stuck.prompts[1])
+    stuck.loads.apply()
+    assert stuck.loads.num_waiting == 1  # the second
+    hangs_from_s = stuck.loads.next_deadline_s()
+    assert hangs_from_s is not None
+    assert hangs_from_s < deadline_s + TIMEOUT_S  # far before its own deadline
+    clock.now_s = hangs_from_s
+    stuck.loads.apply()
+    assert stuck.loads.num_waiting == 0
+    stuck.ask(3, stuck.prompts[1])
+    assert stuck.loads.num_waiting == 0
+    stuck.let_read()
+    stuck.ask(4, stuck.prompts[1])
+    assert stuck.loads.num_waiting == 1

@@ -51,15 +51,24 @@ def open_file(directory: Path, **fault: Any) -> StorageBackend:
 
 
 class GatedMedium(MemoryMedium):
-    """A medium in which nothing is found before the test lets it look."""
+    """A medium in which nothing is found or read before the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(name=str(id(self)))
+        self.is_asked = threading.Event()
         self.may_look = threading.Event()
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        assert self.may_look.wait(TIMEOUT_S)
+        self._wait()
         return super().exists(keys, deadline_s)
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        self._wait()
+        return super().read(keys, into, deadline_s)
+
+    def _wait(self) -> None:
+        self.is_asked.set()
+        assert self.may_look.wait(TIMEOUT_S)
 
 
 def sealed(medium: MemoryMedium) -> StorageBackend:
@@ -259,6 +268,71 @@ def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
     assert part.num_read == 0
     assert not into.any()
     loader.close()
+
+
+def test_what_is_withdrawn_before_its_turn_is_not_done() -> None:
+    """The thread is in a call that does not come back meanwhile."""
+    medium = GatedMedium()
+    stored = sealed(medium)
+    write(stored, *range(3))
+    owner = Owner()
+    loader = Loader(below(stored), KEYS, owner.wake)
+    first, withdrawn_search, last = search_for(0), search_for(1), search_for(2)
+    withdrawn, into = load_of(0, 1, 2)
+    for job in (first, withdrawn_search, withdrawn, last):
+        loader.submit(job)
+    assert medium.is_asked.wait(TIMEOUT_S)
+    assert loader.withdraw(withdrawn_search) == ()
+    assert loader.withdraw(withdrawn) == withdrawn.targets
+    assert loader.withdraw(withdrawn) == []
+    medium.may_look.set()
+    owner.wait_for_more(1)
+    assert loader.take_done() == [first, last]
+    assert not into.any()
+    loader.close()
+    loader.join(TIMEOUT_S)
+
+
+def test_of_a_load_that_is_withdrawn_in_a_call_only_that_call_is_told() -> None:
+    medium = GatedMedium()
+    stored = sealed(medium)
+    write(stored, *range(100))
+    owner = Owner()
+    loader = Loader(below(stored), KEYS, owner.wake)
+    load, into = load_of(*range(100))
+    loader.submit(load)
+    assert medium.is_asked.wait(TIMEOUT_S)
+    rest = loader.withdraw(load)
+    assert rest == load.targets[64:]
+    medium.may_look.set()
+    (part,) = wait_for_parts(loader, owner, load)
+    assert [*part.targets, *rest] == load.targets
+    assert part.num_read == 64
+    assert not into[64:].any()
+    loader.close()
+    loader.join(TIMEOUT_S)
+
+
+def test_a_call_hangs_a_second_after_its_deadline_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = TimedMedium([])
+    clock.now_s = time.monotonic()
+    monkeypatch.setattr("swiftkv.tier.loader.time", clock)
+    medium = GatedMedium()
+    owner = Owner()
+    loader = Loader(below(sealed(medium)), KEYS, owner.wake)
+    assert not loader.is_hung
+    search = search_for(1)
+    loader.submit(search)
+    assert medium.is_asked.wait(TIMEOUT_S)
+    clock.now_s = search.deadline_s + 0.5
+    assert not loader.is_hung
+    clock.now_s += 1.0
+    assert loader.is_hung
+    medium.may_look.set()
+    owner.wait_for_more(0)
+    assert not loader.is_hung
+    loader.close()
+    loader.join(TIMEOUT_S)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -935,8 +935,8 @@ MUTANTS = [
     one(
         "what could not be read is being read for ever",
         LOADS,
-        "self._reading_bytes -= _num_bytes(part.targets)",
-        "self._reading_bytes -= read_bytes",
+        "self._reading_bytes -= _num_bytes(targets)",
+        "self._reading_bytes -= is_loaded * _num_bytes(targets)",
     ),
     one(
         "a request gives up the block that it comes to next",
@@ -953,8 +953,8 @@ MUTANTS = [
     one(
         "behind a block that is not there more is read",
         LOADER,
-        "if is_whole and len(part)",
-        "if statuses and len(part)",
+        "if is_whole and load.num_begun",
+        "if statuses and load.num_begun",
     ),
     one(
         "a load in slow storage stays as large as in fast",
