@@ -962,6 +962,16 @@ MUTANTS = [
         "            load.growth = 1  #",
         "            pass  #",
     ),
+    one(
+        "blocks of a load that is given up stay until its turn comes",
+        LOADS,
+        "        self._end(not_begun, is_loaded=False)\n",
+        "",
+    ),
+    one("a load that is given up has its turn", LOADER, "self._todo.remove(job)", "pass"),
+    one("who waits behind a call that hangs goes on waiting", LOADS, "or is_hung or", "or"),
+    one("a call that has returned hangs for ever", LOADER, "                self.hung_from_s = math.inf\n", ""),
+    one("a call that hangs beside free places is not seen", BREAKER, " or any(self._are_hung())", ""),
     # Storage.
     one(
         "a block is not what was put",
