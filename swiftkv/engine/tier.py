@@ -156,9 +156,8 @@ class StorageTier(Tier):
     def stats(self) -> TierStats:
         loads, writer = self._loads, self._writer
         failures = {f"get {status.name.lower()}": count for status, count in loads.failures.items()}
-        failures |= {
-            f"put {status.name.lower()}": count for status, count in dict(writer.failures).items()
-        }  # a thread's
+        put_failures = dict(writer.failures)  # a copy: the writer's thread adds to it
+        failures |= {f"put {status.name.lower()}": count for status, count in put_failures.items()}
         num_dropped = self._scheduler.num_dropped_offers() - self._num_dropped_before
         return TierStats(
             backend=self._name,
