@@ -1026,9 +1026,11 @@ MUTANTS = [
     one(
         "a file is overwritten that somebody reads",
         FILE_WRITING,
-        "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n",
+        "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n"
+        "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)\n",
         "",
     ),
+    one("nothing is overwritten", FILE_WRITING, "if is_same_size and (fd :=", "if False and (fd :="),
     one("evicted files are kept without end", FILE_WRITING, "self._spare_bytes > self._max_spare_bytes", "False"),
     one("a clock that is set back makes new objects old", FILE_INDEX, ", (latest_ns or 0) + 1)", ", 0)"),
     one("an index that was lost counts nothing afterwards", FILE_INDEX, "        self._db.execute(_ADDED)\n", ""),
