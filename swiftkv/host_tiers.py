@@ -25,7 +25,7 @@ def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = N
     Pools take theirs as they fill, so that engines would be killed hours later.
     """
     allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
-    on_host = [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]
+    on_host = _on_host(plans)
     pool_bytes = sum(plan.tensor_parallel_size * plan.pool_bytes for plan in on_host)
     weight_bytes = sum(plan.tensor_parallel_size * plan.weight_bytes for plan in on_host)
     if pool_bytes + weight_bytes > allowed_bytes:
@@ -41,7 +41,7 @@ def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = No
 
     Nothing is measured: engines that start together would each count the other's.
     """
-    on_host = [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]
+    on_host = _on_host(plans)
     wanted_bytes = sum(plan.host_bytes or 0 for plan in on_host)
     if not wanted_bytes:
         return
@@ -54,6 +54,11 @@ def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = No
             f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
             f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
         )
+
+
+def _on_host(plans: Sequence[ModelPlan]) -> list[SizedPlan]:
+    """Return the plans of the models whose weights and pools lie in this machine's memory."""
+    return [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ from fastapi import Request
 
 from swiftkv.server.errors import ApiError
 
+SHOWN_CHARS = 128
+"""The most of a name that a client chose."""
 DURATION_PATTERN = "^[0-9]{1,6}(ms|s|m|h)$"
 
 
@@ -18,5 +20,6 @@ async def no_unknown_parameters(request: Request) -> None:
     known = sorted(field.alias for field in request.scope["route"].dependant.query_params)
     for name in request.query_params:
         if name not in known:
+            shown = name[:SHOWN_CHARS]
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ApiError(400, f"parameter '{name[:128]}' is not known here: {takes}", param=name[:128])
+            raise ApiError(400, f"parameter '{shown}' is not known here: {takes}", param=shown)

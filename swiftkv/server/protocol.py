@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from swiftkv.model_config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import FIELD_NAMES, INT32_MAX, AtMost, Body, Label, Text, Unsupported
-from swiftkv.server.parameters import DURATION_PATTERN
+from swiftkv.server.parameters import DURATION_PATTERN, SHOWN_CHARS
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import StructuredFields
 from swiftkv.server.templating import ReasoningEffort, TemplateFields
@@ -322,9 +322,6 @@ class BatchBody(Body):
     output_expires_after: Annotated[None, Unsupported()] = None
 
 
-_SHOWN_CHARS = 128  # the most of a name that a client chose
-
-
 def explain_invalid(errors: Sequence[Any]) -> ApiError:
     """Return what pydantic found wrong with a body or a parameter, as one error about one field."""
     # Of a field that takes several types, the error that got furthest into the value is the one to show, and of equals
@@ -345,7 +342,7 @@ def explain_invalid(errors: Sequence[Any]) -> ApiError:
     # pydantic puts the names of union members between those of the fields.
     named = [str(part) for part in location[:-1] if isinstance(part, int) or part in FIELD_NAMES]
     if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in FIELD_NAMES:
-        named.append(str(location[-1])[:_SHOWN_CHARS])
+        named.append(str(location[-1])[:SHOWN_CHARS])
     field = ".".join(named)
     if kind in ("extra_forbidden", "unsupported_field"):
         return ApiError(400, f"field '{field}' is not supported", param=field, code="unsupported_field")

@@ -167,14 +167,15 @@ class FileMedium:
             yield batch
 
     def _write_batch(self, keys: Sequence[bytes], sources: Sequence[Parts]) -> list[Status]:
-        num_bytes = sum(map(_disk_bytes, sources))
+        sizes_bytes = list(map(_disk_bytes, sources))
+        num_bytes = sum(sizes_bytes)
         statuses = [Status.MISSING] * len(keys)
         written: list[tuple[bytes, str, int]] = []
         try:
             if num_bytes <= self._options.size and self._free_disk(num_bytes):
-                for i, (key, parts) in enumerate(zip(keys, sources, strict=True)):
+                for i, (key, parts, size_bytes) in enumerate(zip(keys, sources, sizes_bytes, strict=True)):
                     try:
-                        written.append((key, self._files.write(parts), _disk_bytes(parts)))
+                        written.append((key, self._files.write(parts), size_bytes))
                         statuses[i] = Status.OK
                     except OSError as error:
                         if error.errno not in FULL:
@@ -332,11 +333,12 @@ def _open_index(path: Path, is_alone: bool) -> FileIndex:
 def _read_object(fd: int, parts: Parts) -> Status:
     """Read an object with what fills its last page; one byte more would show a file that is too long."""
     num_bytes = sum(map(len, parts))
+    file_bytes = disk_bytes(num_bytes)
     try:
-        num_read = os.preadv(fd, [*parts, bytearray(disk_bytes(num_bytes) - num_bytes + 1)], 0)
+        num_read = os.preadv(fd, [*parts, bytearray(file_bytes - num_bytes + 1)], 0)
     except OSError:
         return Status.FAILED
-    return Status.OK if num_read in (disk_bytes(num_bytes), num_bytes) else Status.CORRUPT  # older files end there
+    return Status.OK if num_read in (file_bytes, num_bytes) else Status.CORRUPT  # older files end there
 
 
 def _disk_bytes(parts: Parts) -> int:

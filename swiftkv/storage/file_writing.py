@@ -59,11 +59,12 @@ class UnpublishedFiles:
     def write(self, parts: Parts) -> str:
         """Write an object into a file, and return its path. Raises `OSError`, and leaves nothing then."""
         num_bytes = sum(map(len, parts))
-        path, fd = self._open(disk_bytes(num_bytes))
+        file_bytes = disk_bytes(num_bytes)
+        path, fd = self._open(file_bytes)
         try:
             try:
-                padded: list[memoryview | bytes] = [*parts, bytes(disk_bytes(num_bytes) - num_bytes)]
-                if os.pwritev(fd, padded, 0) != disk_bytes(num_bytes):
+                padded: list[memoryview | bytes] = [*parts, bytes(file_bytes - num_bytes)]
+                if os.pwritev(fd, padded, 0) != file_bytes:
                     raise OSError(errno.ENOSPC, "there is room for a part of it only")
                 if self._is_synced:
                     os.fdatasync(fd)
@@ -83,13 +84,13 @@ class UnpublishedFiles:
             self._spare_bytes += num_bytes
             excess = []
             while len(self._spares) > 1 and self._spare_bytes > self._max_spare_bytes:
-                excess.append(self._take_spare(0))
+                excess.append(self._take_spare(0)[0])
         self.discard(excess)
 
     def free_spares(self) -> None:
         """Give the room of evicted objects back to the disk."""
         with self._changing_spares:
-            spares = [self._take_spare(0) for _ in range(len(self._spares))]
+            spares = [self._take_spare(0)[0] for _ in range(len(self._spares))]
         self.discard(spares)
 
     def discard(self, paths: Iterable[str]) -> None:
@@ -105,27 +106,22 @@ class UnpublishedFiles:
 
     def _open(self, num_bytes: int) -> tuple[str, int]:
         """Open a spare file of this size, or else make one, in the place of another spare if there is any."""
-        spare, is_same_size = self._next_spare(num_bytes)
+        with self._changing_spares:
+            index = next((i for i, (_, spare_bytes) in enumerate(self._spares) if spare_bytes == num_bytes), 0)
+            spare = self._take_spare(index) if self._spares else None
         if spare is not None:
-            if is_same_size and (fd := _open_unused(spare)) is not None:
-                return spare, fd
-            self.discard([spare])
+            path, spare_bytes = spare
+            if spare_bytes == num_bytes and (fd := _open_unused(path)) is not None:
+                return path, fd
+            self.discard([path])
         path = self._new_path()
         return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
-    def _next_spare(self, num_bytes: int) -> tuple[str | None, bool]:
-        """Take a spare file out, best one of this size, and return whether it is."""
-        with self._changing_spares:
-            for i, (_, spare_bytes) in enumerate(self._spares):
-                if spare_bytes == num_bytes:
-                    return self._take_spare(i), True
-            return (self._take_spare(0) if self._spares else None), False
-
-    def _take_spare(self, index: int) -> str:
+    def _take_spare(self, index: int) -> tuple[str, int]:
         path, num_bytes = self._spares[index]
         del self._spares[index]
         self._spare_bytes -= num_bytes
-        return path
+        return path, num_bytes
 
     def _new_path(self) -> str:
         return f"{self._directory}/{next(self._names)}"

@@ -1020,7 +1020,7 @@ MUTANTS = [
     one(
         "a part of a file is an object",
         FILE_WRITING,
-        "if os.pwritev(fd, padded, 0) != disk_bytes(num_bytes):",
+        "if os.pwritev(fd, padded, 0) != file_bytes:",
         "if os.pwritev(fd, padded, 0) == 0:",
     ),
     one(
@@ -1030,7 +1030,7 @@ MUTANTS = [
         "        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)\n",
         "",
     ),
-    one("nothing is overwritten", FILE_WRITING, "if is_same_size and (fd :=", "if False and (fd :="),
+    one("nothing is overwritten", FILE_WRITING, "if spare_bytes == num_bytes and (fd :=", "if False and (fd :="),
     one("evicted files are kept without end", FILE_WRITING, "self._spare_bytes > self._max_spare_bytes", "False"),
     one("a clock that is set back makes new objects old", FILE_INDEX, ", (latest_ns or 0) + 1)", ", 0)"),
     one("an index that was lost counts nothing afterwards", FILE_INDEX, "        self._db.execute(_ADDED)\n", ""),
