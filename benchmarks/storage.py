@@ -8,8 +8,8 @@
 
 A plain program of files opens, writes or reads with one vector, and closes; of Redis it sends the same commands in
 pipelines of as many bytes; of Mooncake it makes the store's own zero-copy calls, in batches of as many bytes, from and
-to registered memory as ours are. None has checksums, names, bounds or an index. The two run in turn; a ratio is ours
-over plain within a round, the median of the rounds. Cold: the kernel was told to forget the files
+to registered memory as ours are. None has checksums, names or an index, nor a bound but where *full*. The two run in
+turn; a ratio is ours over plain within a round, the median of the rounds. Cold: the kernel was told to forget the files
 (`POSIX_FADV_DONTNEED`). Full: as much lies there as may, so that old objects give way; the plain program removes its
 oldest file for each that it makes. On a machine that others use, `--processor-time` counts the time of our own process
 instead: how much work a call is, not how long it waits for a disk or a server.
@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +54,7 @@ class Case:
     into: list[memoryview] = field(init=False)
 
     def __post_init__(self) -> None:
-        num_bytes = self.block_bytes * self.num_blocks
-        self.memory = memoryview(bytearray(secrets.token_bytes(num_bytes)) + bytearray(num_bytes))
+        self.memory = memoryview(bytearray(secrets.token_bytes(self.num_bytes)) + bytearray(self.num_bytes))
         blocks = [self.memory[i * self.block_bytes :][: self.block_bytes] for i in range(2 * self.num_blocks)]
         self.sources, self.into = blocks[: self.num_blocks], blocks[self.num_blocks :]
 
@@ -63,10 +62,24 @@ class Case:
         """Return keys that were never used."""
         return [secrets.token_bytes(32) for _ in range(self.num_blocks)]
 
+    @property
+    def num_bytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
     def batches(self, depth: int) -> list[range]:
         """Return the blocks in runs of `BATCH_BYTES`, but for each thread at least one."""
         length = max(1, min(BATCH_BYTES // self.block_bytes, -(-self.num_blocks // depth)))
         return [range(i, min(i + length, self.num_blocks)) for i in range(0, self.num_blocks, length)]
+
+
+def cases_of(
+    sizes: Sequence[int], depths: Sequence[int], round_bytes: int, clock: Callable[[], float]
+) -> Iterator[tuple[Case, int]]:
+    """Yield each size of blocks, as many as make up a round, with each number of threads."""
+    for block_bytes in sizes:
+        case = Case(block_bytes, round_bytes // block_bytes, clock)
+        for depth in depths:
+            yield case, depth
 
 
 class Plain:
@@ -83,11 +96,14 @@ class Plain:
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
         for key, source in zip(keys, sources, strict=True):
-            fd = os.open(self.path(key), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            path = self.path(key)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             assert os.pwrite(fd, source, 0) == len(source)
             os.close(fd)
-            self.files.append(self.path(key))
-            if self.max_files is not None and len(self.files) > self.max_files:
+            if self.max_files is None:
+                continue
+            self.files.append(path)
+            if len(self.files) > self.max_files:
                 os.unlink(self.files.popleft())
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
@@ -163,16 +179,15 @@ def timed(case: Case, depth: int, move: Callable[[range], None]) -> float:
     with ThreadPoolExecutor(depth) as pool:
         begin_s = case.clock()
         list(pool.map(move, batches))
-        return case.block_bytes * case.num_blocks / (case.clock() - begin_s)
+        return case.num_bytes / (case.clock() - begin_s)
 
 
 Side = Ours | Plain | PlainRedis | PlainMooncake
 
 
-def put_rate(side: Side, case: Case, depth: int, keys: Sequence[bytes] | None = None) -> float:
-    """Put blocks under new keys; return bytes per second."""
-    names = keys or case.keys()
-    return timed(case, depth, lambda r: side.put(names[r.start : r.stop], case.sources[r.start : r.stop]))
+def put_rate(side: Side, case: Case, depth: int, keys: Sequence[bytes]) -> float:
+    """Put blocks under these keys; return bytes per second."""
+    return timed(case, depth, lambda r: side.put(keys[r.start : r.stop], case.sources[r.start : r.stop]))
 
 
 def measure(side: Side, case: Case, depth: int, directory: Path | None) -> list[float]:
@@ -210,93 +225,68 @@ def report(block_bytes: int, depth: int, ours: list[list[float]], plain: list[li
         print(f"| {block_bytes >> 10} KiB | {depth} | {kind} | {rates} | {ratio:.2f} |", flush=True)
 
 
-def compare_files(
-    directory: Path,
-    sizes: Sequence[int],
-    depths: Sequence[int],
-    rounds: int,
-    round_bytes: int,
-    clock: Callable[[], float],
-) -> None:
+def compare_files(directory: Path, cases: Iterable[tuple[Case, int]], rounds: int) -> None:
     """Measure the file backend. Nothing is removed before the end: ext4 is slow to make files where some just went."""
     with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
-        for block_bytes in sizes:
-            case = Case(block_bytes, round_bytes // block_bytes, clock)
-            for depth in depths:
-                ours, plain = [], []
-                for number in range(rounds):
-                    cache = Path(parent) / f"cache-{block_bytes}-{depth}-{number}"
-                    raw = {"path": str(cache), "size": 4 * round_bytes, "min_free": 0}
-                    backend = open_backend(parse_storage(raw, "file", directory), FINGERPRINT)
-                    files = Plain(cache.with_name(cache.name.replace("cache", "plain")))
-                    ours.append(measure(Ours(backend), case, depth, cache))
-                    plain.append(measure(files, case, depth, files.directory))
-                    backend.close()
-                report(block_bytes, depth, ours, plain)
+        for case, depth in cases:
+            ours, plain = [], []
+            for number in range(rounds):
+                cache = Path(parent) / f"cache-{case.block_bytes}-{depth}-{number}"
+                backend = open_files(cache, 4 * case.num_bytes)
+                files = Plain(cache.with_name(cache.name.replace("cache", "plain")))
+                ours.append(measure(Ours(backend), case, depth, cache))
+                plain.append(measure(files, case, depth, files.directory))
+                backend.close()
+            report(case.block_bytes, depth, ours, plain)
 
 
-def compare_full(
-    directory: Path,
-    sizes: Sequence[int],
-    depths: Sequence[int],
-    rounds: int,
-    round_bytes: int,
-    clock: Callable[[], float],
-) -> None:
+def compare_full(directory: Path, cases: Iterable[tuple[Case, int]], rounds: int) -> None:
     """Measure writing into a directory that is full."""
     with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
-        for block_bytes in sizes:
-            case = Case(block_bytes, round_bytes // block_bytes, clock)
-            for depth in depths:
-                cache = Path(parent) / f"cache-{block_bytes}-{depth}"
-                raw = {"path": str(cache), "size": round_bytes, "min_free": 0}
-                backend = open_backend(parse_storage(raw, "file", directory), FINGERPRINT)
-                ours = Ours(backend)
-                files = Plain(cache.with_name(f"plain-{block_bytes}-{depth}"), case.num_blocks)
-                rates = [[put_rate(side, case, depth) for side in (ours, files)] for _ in range(rounds + 2)]
-                backend.close()
-                mine, theirs = zip(
-                    *rates[2:], strict=True
-                )  # the first fills it, the second makes room for the first time
-                report(block_bytes, depth, [[rate] for rate in mine], [[rate] for rate in theirs])
+        for case, depth in cases:
+            cache = Path(parent) / f"cache-{case.block_bytes}-{depth}"
+            backend = open_files(cache, case.num_bytes)
+            ours, plain = Ours(backend), Plain(cache.with_name(cache.name.replace("cache", "plain")), case.num_blocks)
+            # The first round fills both, and in the second they make room for the first time.
+            rates = [[[put_rate(side, case, depth, case.keys())] for side in (ours, plain)] for _ in range(rounds + 2)]
+            backend.close()
+            mine, theirs = (list(of_side) for of_side in zip(*rates[2:], strict=True))
+            report(case.block_bytes, depth, mine, theirs)
 
 
-def compare_redis(
-    url: str, sizes: Sequence[int], depths: Sequence[int], rounds: int, round_bytes: int, clock: Callable[[], float]
-) -> None:
+def open_files(cache: Path, size_bytes: int) -> StorageBackend:
+    raw = {"path": str(cache), "size": size_bytes, "min_free": 0}
+    return open_backend(parse_storage(raw, "file", cache.parent), FINGERPRINT)
+
+
+def compare_redis(url: str, cases: Iterable[tuple[Case, int]], rounds: int) -> None:
     """Measure the Redis backend."""
-    for block_bytes in sizes:
-        case = Case(block_bytes, round_bytes // block_bytes, clock)
-        for depth in depths:
-            raw = {"backend": "redis", "url": url, "timeout": "60s", "max_calls": depth}
-            backend = open_backend(parse_storage(raw, "redis", Path.cwd()), FINGERPRINT)
-            plain = PlainRedis(url, depth)
-            results = [
-                (measure(Ours(backend), case, depth, None), measure(plain, case, depth, None)) for _ in range(rounds)
-            ]
-            backend.close()
-            report(block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
+    for case, depth in cases:
+        raw = {"backend": "redis", "url": url, "timeout": "60s", "max_calls": depth}
+        backend = open_backend(parse_storage(raw, "redis", Path.cwd()), FINGERPRINT)
+        plain = PlainRedis(url, depth)
+        results = [
+            (measure(Ours(backend), case, depth, None), measure(plain, case, depth, None)) for _ in range(rounds)
+        ]
+        backend.close()
+        report(case.block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
 
 
-def compare_mooncake(
-    address: str, sizes: Sequence[int], depths: Sequence[int], rounds: int, round_bytes: int, clock: Callable[[], float]
-) -> None:
+def compare_mooncake(address: str, cases: Iterable[tuple[Case, int]], rounds: int) -> None:
     """Measure the Mooncake backend, whose store must have room for two rounds."""
-    for block_bytes in sizes:
-        case = Case(block_bytes, round_bytes // block_bytes, clock)
-        for depth in depths:
-            raw = {"backend": "mooncake", "master_server_address": address, "timeout": "60s", "max_calls": depth}
-            backend = open_backend(parse_storage(raw, "mooncake", Path.cwd()), FINGERPRINT)
-            plain = PlainMooncake(address)
-            assert backend.capabilities.register is not None
-            for register in (backend.capabilities.register, plain.register):
-                register(case.memory)
-            results = [
-                (measure(Ours(backend), case, depth, None), measure(plain, case, depth, None)) for _ in range(rounds)
-            ]
-            backend.close()
-            plain.client.close()
-            report(block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
+    for case, depth in cases:
+        raw = {"backend": "mooncake", "master_server_address": address, "timeout": "60s", "max_calls": depth}
+        backend = open_backend(parse_storage(raw, "mooncake", Path.cwd()), FINGERPRINT)
+        plain = PlainMooncake(address)
+        assert backend.capabilities.register is not None
+        for register in (backend.capabilities.register, plain.register):
+            register(case.memory)
+        results = [
+            (measure(Ours(backend), case, depth, None), measure(plain, case, depth, None)) for _ in range(rounds)
+        ]
+        backend.close()
+        plain.client.close()
+        report(case.block_bytes, depth, [ours for ours, _ in results], [theirs for _, theirs in results])
 
 
 def share_of_checksums(directory: Path, sizes: Sequence[int], round_bytes: int, clock: Callable[[], float]) -> None:
@@ -319,7 +309,7 @@ def share_of_checksums(directory: Path, sizes: Sequence[int], round_bytes: int, 
                     hash_s += clock() - read_at_s
                     read_s += read_at_s - begin_s
                 shares.append(hash_s / (read_s + hash_s))
-            rate = case.block_bytes * case.num_blocks / hash_s / 1e9
+            rate = case.num_bytes / hash_s / 1e9
             print(f"| {block_bytes >> 10} KiB | {shares[0]:.1%} | {shares[1]:.1%} | {rate:.1f} |", flush=True)
 
 
@@ -377,14 +367,15 @@ def main() -> None:
         share_of_checksums(arguments.directory, arguments.sizes, round_bytes, clock)
         return
     print("| block | threads | call | ours, GB/s | plain, GB/s | ratio |\n| ---: | ---: | --- | ---: | ---: | ---: |")
+    cases = cases_of(arguments.sizes, arguments.depth, round_bytes, clock)
     if arguments.what == "file":
-        compare_files(arguments.directory, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+        compare_files(arguments.directory, cases, arguments.rounds)
     elif arguments.what == "full":
-        compare_full(arguments.directory, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+        compare_full(arguments.directory, cases, arguments.rounds)
     elif arguments.what == "mooncake":
-        compare_mooncake(arguments.url, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+        compare_mooncake(arguments.url, cases, arguments.rounds)
     else:
-        compare_redis(arguments.url, arguments.sizes, arguments.depth, arguments.rounds, round_bytes, clock)
+        compare_redis(arguments.url, cases, arguments.rounds)
 
 
 if __name__ == "__main__":
