@@ -18,7 +18,7 @@ from tests.engine.engine_process import TIMEOUT_S, Answer
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import wait_for
-from tests.support.storage import MemoryMedium, StuckMedium
+from tests.support.storage import MemoryMedium, StuckMedium, dynamic_options
 
 BLOCK = 16
 PROMPT_TOKENS = 300
@@ -64,8 +64,7 @@ class LateMedium(MemoryMedium):
 
 
 def storage_that_opens_late(may_open: Path) -> dict[str, Any]:
-    options = {"may_open": str(may_open)}
-    return {"backend": "dynamic", "module_path": __name__, "class_name": "LateMedium", "options": options}
+    return dynamic_options(LateMedium, may_open=str(may_open))
 
 
 def attach(client: EngineThread[ModelRunner], backend: dict[str, Any]) -> None:
@@ -177,8 +176,7 @@ def test_storage_whose_read_does_not_come_back_is_detached_and_another_attached(
     """The pool has all of its blocks again when the read comes back."""
     monkeypatch.setattr("swiftkv.engine.attachable_tier._READ_PATIENCE_S", 0.0)
     monkeypatch.setattr("swiftkv.engine.tier._CLOSE_PATIENCE_S", 0.01)
-    names = {"module_path": StuckMedium.__module__, "class_name": "StuckMedium", "options": {"name": "detached"}}
-    medium = {"backend": "dynamic", **names}
+    medium = dynamic_options(StuckMedium, name="detached")
     with engine(checkpoint) as client:
         attach(client, medium)
         client.generate([prompt(0)])

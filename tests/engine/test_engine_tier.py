@@ -18,7 +18,7 @@ from swiftkv.tier.messages import TierStats
 from tests.engine.engine_process import Answer, EngineClient, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
-from tests.support.storage import StuckMedium
+from tests.support.storage import StuckMedium, dynamic_options
 
 MAX_MODEL_LEN = 512
 BLOCK = 16
@@ -237,8 +237,8 @@ def test_a_storage_that_cannot_be_read_changes_no_answer(checkpoint: Path, tmp_p
 def test_prompts_behind_a_read_that_does_not_come_back_are_computed(checkpoints: dict[str, Path]) -> None:
     """Their loads have no room in the pool together; the read comes back once all are answered."""
     prompts = [prompt(300, seed) for seed in range(8)]
-    names = {"module_path": StuckMedium.__module__, "class_name": "StuckMedium", "options": {"name": "behind"}}
-    spec = storage({"backend": "dynamic", **names}, prefetch_policy="timeout", prefetch_timeout_base_s=1.0)
+    medium = dynamic_options(StuckMedium, name="behind")
+    spec = storage(medium, prefetch_policy="timeout", prefetch_timeout_base_s=1.0)
     first = answers(checkpoints["llama"], prompts, storage=spec)
     with engine(checkpoints["llama"], kv_bytes=1 << 20, storage=spec) as client:
         with StuckMedium.stuck():

@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from swiftkv.storage.backend import Capabilities, Parts, Status
 from swiftkv.storage.breaker import FAILURES_IN_A_ROW, OPEN_S, WINDOW_CALLS, Breaker, GuardedMedium
-from tests.support.storage import MemoryMedium
+from tests.support.storage import Clock, MemoryMedium
 
 PARTS = (memoryview(bytearray(2)), memoryview(bytearray(3)))
-
-
-class Clock:
-    """A time that passes only when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class PlannedMedium(MemoryMedium):

@@ -12,10 +12,21 @@ import pytest
 from swiftkv.storage.backend import Status, StorageBackend
 from tests.support.mooncake_store import mooncake_store
 from tests.support.redis_server import redis_server
-from tests.support.storage import BLOCK_BYTES, block_of, check_got, get, host_memory, key_of, opened, put, soon
+from tests.support.storage import (
+    BLOCK_BYTES,
+    MemoryMedium,
+    block_of,
+    check_got,
+    dynamic_options,
+    get,
+    host_memory,
+    key_of,
+    opened,
+    put,
+    soon,
+)
 
 KEYS = [key_of(i) for i in range(300)]
-SUPPORT = "tests.support.storage"
 
 
 MOONCAKE = pytest.param("mooncake", marks=pytest.mark.slow)  # its client takes a second to leave the store
@@ -42,8 +53,7 @@ def raw(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, ob
             with host_memory(16 << 20, 2048) as memory:
                 yield memory
         case "dynamic":
-            name = {"name": str(tmp_path)}
-            yield {"backend": "dynamic", "module_path": SUPPORT, "class_name": "MemoryMedium", "options": name}
+            yield dynamic_options(MemoryMedium, name=str(tmp_path))
         case "dynamic_sglang":
             yield {
                 "backend": "dynamic_sglang",

@@ -165,6 +165,43 @@ class MemoryMedium:
         return Status.OK
 
 
+class Clock:
+    """A time that passes only when a test says so. Also in the place of the module `time`."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class GatedMedium(MemoryMedium):
+    """A medium that notes what it is to read, and answers as many calls as the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(name=str(id(self)))
+        self.asked: list[bytes] = []
+        self.is_asked = threading.Event()
+        self._may_answer = threading.Semaphore(0)
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        self.asked += keys
+        self.wait()
+        return super().read(keys, into, deadline_s)
+
+    def wait(self) -> None:
+        """Tell that a call is there, and wait until it may be answered."""
+        self.is_asked.set()
+        assert self._may_answer.acquire(timeout=TIMEOUT_S)
+
+    def let_answer(self, num_calls: int = 1000) -> None:
+        """Let so many calls be answered, those that wait and those to come."""
+        self._may_answer.release(num_calls)
+
+
 class StuckMedium(MemoryMedium):
     """A medium whose reads do not come back while a test keeps them, not even when it is closed."""
 
@@ -189,4 +226,12 @@ class StuckMedium(MemoryMedium):
 
 
 StuckMedium.may_read.set()
+
+
+def dynamic_options(medium: type[MemoryMedium], **options: str) -> dict[str, object]:
+    """Return the options of a backend `dynamic` that opens a medium of tests."""
+    names = {"module_path": medium.__module__, "class_name": medium.__name__}
+    return {"backend": "dynamic", **names, "options": options}
+
+
 assert len(key_of(0)) == KEY_BYTES

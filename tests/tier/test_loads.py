@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import pytest
 
 from swiftkv import _core
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.storage.backend import Parts, Status
+from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import SealedBackend
 from swiftkv.storage.levels import Level, Levels
@@ -21,7 +21,7 @@ from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import TierSpec
 from swiftkv.tier.rates import LoadPlanner
-from tests.support.storage import TIMEOUT_S, MemoryMedium, Owner
+from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
 
 BLOCK = 16
 NUM_BLOCKS = 10
@@ -30,25 +30,6 @@ GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=B
 KEYS = ObjectKeys([GROUP], "weights", "cpu")
 PROMPT = np.arange(NUM_BLOCKS * BLOCK + 1, dtype=np.int32)
 REQUEST = 1
-
-
-class GatedMedium(MemoryMedium):
-    """A medium that notes what it is to read, and answers as many calls as the test lets it."""
-
-    def __init__(self) -> None:
-        super().__init__(name=str(id(self)))
-        self.asked: list[bytes] = []
-        self.is_asked = threading.Event()
-        self._may_read = threading.Semaphore(0)
-
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
-        self.asked += keys
-        self.is_asked.set()
-        assert self._may_read.acquire(timeout=TIMEOUT_S)
-        return super().read(keys, into, deadline_s)
-
-    def let_read(self, num_calls: int = 1000) -> None:
-        self._may_read.release(num_calls)
 
 
 def stored(medium: MemoryMedium, prompts: Sequence[npt.NDArray[np.int32]]) -> SealedBackend:
@@ -63,6 +44,13 @@ def stored(medium: MemoryMedium, prompts: Sequence[npt.NDArray[np.int32]]) -> Se
 
 def names_of(prompt: npt.NDArray[np.int32]) -> list[bytes]:
     return [KEYS.of(block_key, 0) for block_key in split_keys(_core.block_keys(b"", prompt, block_size=BLOCK))]
+
+
+def check_nothing_is_loading(loads: Loads, scheduler: _core.Scheduler) -> None:
+    """Check that storage has let go of all blocks."""
+    assert not loads.is_reading
+    assert scheduler.stats().groups[0].loading == 0
+    scheduler.check_invariants()
 
 
 class Meeting:
@@ -108,6 +96,18 @@ class Meeting:
         self.loads.apply()
         assert self.medium.is_asked.wait(TIMEOUT_S)
 
+    def let_read(self, num_calls: int = 1000) -> None:
+        """Let storage answer so many calls, and take over what the first of them has read."""
+        count = self.owner.count
+        self.medium.let_answer(num_calls)
+        self.owner.wait_for_more(count)
+        self.loads.apply()
+
+    def close(self) -> None:
+        self.medium.let_answer()
+        self.loader.close()
+        self.loader.join(TIMEOUT_S)
+
     def step(self) -> int:
         """Run a step, and return how many of the prompt's tokens are computed then."""
         plan = self.scheduler.schedule()
@@ -120,13 +120,8 @@ class Meeting:
 @pytest.fixture
 def meeting(request: pytest.FixtureRequest) -> Iterator[Meeting]:
     """Return the meeting of `PROMPT`, or of the prompt that a test has it for."""
-    meeting = Meeting(getattr(request, "param", PROMPT))
-    try:
+    with closing(Meeting(getattr(request, "param", PROMPT))) as meeting:
         yield meeting
-    finally:
-        meeting.medium.let_read()
-        meeting.loader.close()
-        meeting.loader.join(TIMEOUT_S)
 
 
 def test_a_back_is_read_from_its_end(meeting: Meeting) -> None:
@@ -134,10 +129,7 @@ def test_a_back_is_read_from_its_end(meeting: Meeting) -> None:
     meeting.begin()
     assert meeting.medium.asked == meeting.names[: FIRST_OF_BACK - 1 : -1]
     assert meeting.step() == FIRST_OF_BACK * BLOCK
-    count = meeting.owner.count
-    meeting.medium.let_read()
-    meeting.owner.wait_for_more(count)
-    meeting.loads.apply()
+    meeting.let_read()
     assert meeting.step() == len(PROMPT)
     assert (meeting.loads.num_late, meeting.loads.num_waiting) == (0, 0)
     meeting.scheduler.check_invariants()
@@ -151,26 +143,17 @@ def test_a_request_that_has_passed_its_back_does_not_wait_for_it(meeting: Meetin
     assert num_computed == NUM_BLOCKS * BLOCK
     assert (meeting.loads.num_late, meeting.loads.num_waiting) == (1, 0)
     assert meeting.step() == len(PROMPT)
-    count = meeting.owner.count
-    meeting.medium.let_read()
-    meeting.owner.wait_for_more(count)
-    meeting.loads.apply()
-    assert not meeting.loads.is_reading
-    assert meeting.scheduler.stats().groups[0].loading == 0
-    meeting.scheduler.check_invariants()
+    meeting.let_read()
+    check_nothing_is_loading(meeting.loads, meeting.scheduler)
 
 
 def test_a_back_that_was_lost_after_it_was_found_is_computed(meeting: Meeting) -> None:
     """A part of it is read before, and counts; nobody waits for the rest, nor do stores."""
     meeting.begin()
     meeting.medium.drop(meeting.names[: FIRST_OF_BACK + 2])
-    count = meeting.owner.count
-    meeting.medium.let_read()
-    meeting.owner.wait_for_more(count)
-    meeting.loads.apply()
+    meeting.let_read()
     assert (meeting.loads.num_waiting, meeting.loads.loaded_blocks) == (0, NUM_BLOCKS - FIRST_OF_BACK - 2)
-    assert not meeting.loads.is_reading
-    assert meeting.scheduler.stats().groups[0].loading == 0
+    check_nothing_is_loading(meeting.loads, meeting.scheduler)
     while meeting.step() < len(PROMPT):
         pass
     meeting.scheduler.check_invariants()
@@ -179,17 +162,14 @@ def test_a_back_that_was_lost_after_it_was_found_is_computed(meeting: Meeting) -
 @pytest.mark.parametrize("meeting", [np.arange(150 * BLOCK + 1, dtype=np.int32)], indirect=True, ids=["long"])
 def test_a_request_that_ends_between_two_parts_of_its_load_leaves_the_first_one_here(meeting: Meeting) -> None:
     meeting.begin()
-    count = meeting.owner.count
-    meeting.medium.let_read(num_calls=1)
-    meeting.owner.wait_for_more(count)
-    meeting.loads.apply()
+    meeting.let_read(num_calls=1)
     num_read = meeting.loads.loaded_blocks
     assert num_read > 0
     assert meeting.scheduler.stats().groups[0].loading > 0
     count = meeting.owner.count
     meeting.scheduler.abort(np.array([REQUEST], np.uint64))
     meeting.loads.forget(REQUEST)
-    meeting.medium.let_read()
+    meeting.medium.let_answer()
     while meeting.loads.is_reading:
         count = meeting.owner.wait_for_more(count)
         meeting.loads.apply()
@@ -236,6 +216,10 @@ class Turns:
                 return
             self.owner.wait_for_more(count)
 
+    def close(self) -> None:
+        self.loader.close()
+        self.loader.join(TIMEOUT_S)
+
     def step(self) -> dict[int, int]:
         """Run a step, and return the tokens that requests found which began with it."""
         plan = self.scheduler.schedule()
@@ -248,12 +232,8 @@ class Turns:
 @pytest.fixture
 def turns() -> Iterator[Turns]:
     """Return an engine whose pool has room for little more than one of the prompts."""
-    turns = Turns(MemoryMedium(name="turns"), NUM_BLOCKS + 4)
-    try:
+    with closing(Turns(MemoryMedium(name="turns"), NUM_BLOCKS + 4)) as turns:
         yield turns
-    finally:
-        turns.loader.close()
-        turns.loader.join(TIMEOUT_S)
 
 
 def test_what_was_loaded_is_used_before_another_load_takes_its_room(turns: Turns) -> None:
@@ -275,16 +255,6 @@ def test_what_was_loaded_is_used_before_another_load_takes_its_room(turns: Turns
     turns.scheduler.check_invariants()
 
 
-class Clock:
-    """A time that passes only when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
 class Stuck(Turns):
     """Storage that does not come back from reading the first prompt, and a pool with room for both."""
 
@@ -302,28 +272,26 @@ class Stuck(Turns):
 
     def let_read(self) -> None:
         """Have the call return, and check that no block is left behind."""
-        self.medium.let_read()
+        self.medium.let_answer()
         self.until(lambda: not self.loads.is_reading)
-        assert self.num_loading == 0
-        self.scheduler.check_invariants()
+        check_nothing_is_loading(self.loads, self.scheduler)
+
+    def close(self) -> None:
+        self.medium.let_answer()
+        super().close()
 
 
 @pytest.fixture
 def stuck() -> Iterator[Stuck]:
-    stuck = Stuck()
-    try:
+    with closing(Stuck()) as stuck:
         yield stuck
-    finally:
-        stuck.medium.let_read()
-        stuck.loader.close()
-        stuck.loader.join(TIMEOUT_S)
 
 
 def test_who_stops_waiting_keeps_no_blocks_that_storage_was_not_handed(
     stuck: Stuck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second load is behind a call that does not come back; both prompts are computed meanwhile."""
-    clock = Clock()
+    clock = Clock(time.monotonic())
     monkeypatch.setattr("swiftkv.tier.loads.time", clock)
     for request_id, prompt in enumerate(stuck.prompts, start=1):
         stuck.ask(request_id, prompt)
@@ -343,23 +311,18 @@ def test_who_stops_waiting_keeps_no_blocks_that_storage_was_not_handed(
 @pytest.mark.parametrize("meeting", [np.arange(150 * BLOCK + 1, dtype=np.int32)], indirect=True, ids=["long"])
 def test_of_a_load_in_progress_only_what_storage_was_handed_stays(meeting: Meeting) -> None:
     meeting.begin()
-    count = meeting.owner.count
     num_asked = len(meeting.medium.asked)
     assert meeting.scheduler.stats().groups[0].loading > num_asked
     meeting.scheduler.abort(np.array([REQUEST], np.uint64))
     meeting.loads.forget(REQUEST)
     assert meeting.scheduler.stats().groups[0].loading == num_asked
-    meeting.medium.let_read()
-    meeting.owner.wait_for_more(count)
-    meeting.loads.apply()
-    assert not meeting.loads.is_reading
-    assert meeting.scheduler.stats().groups[0].loading == 0
-    meeting.scheduler.check_invariants()
+    meeting.let_read()
+    check_nothing_is_loading(meeting.loads, meeting.scheduler)
 
 
 def test_while_a_call_hangs_nobody_waits(stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who waited before, nor who comes then; once it has returned, prompts wait again."""
-    clock = Clock()
+    clock = Clock(time.monotonic())
     for module in ("loads", "loader"):
         monkeypatch.setattr(f"swiftkv.tier.{module}.time", clock)
     stuck.ask(1, stuck.prompts[0])

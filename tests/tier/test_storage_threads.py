@@ -22,7 +22,7 @@ from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
 from swiftkv.tier.storage_thread import StorageThread
 from swiftkv.tier.writer import Writer
-from tests.support.storage import TIMEOUT_S, MemoryMedium, Owner
+from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
 
 GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=16)  # blocks of 4 KiB
 KEYS = ObjectKeys([GROUP], "weights", "cpu")
@@ -50,25 +50,12 @@ def open_file(directory: Path, **fault: Any) -> StorageBackend:
     return open_backend(parse_storage(options, "storage", directory), KEYS.fingerprint)
 
 
-class GatedMedium(MemoryMedium):
-    """A medium in which nothing is found or read before the test lets it."""
-
-    def __init__(self) -> None:
-        super().__init__(name=str(id(self)))
-        self.is_asked = threading.Event()
-        self.may_look = threading.Event()
+class ClosedMedium(GatedMedium):
+    """A medium in which nothing is found, either, before the test lets it."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        self._wait()
+        self.wait()
         return super().exists(keys, deadline_s)
-
-    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
-        self._wait()
-        return super().read(keys, into, deadline_s)
-
-    def _wait(self) -> None:
-        self.is_asked.set()
-        assert self.may_look.wait(TIMEOUT_S)
 
 
 def sealed(medium: MemoryMedium) -> StorageBackend:
@@ -203,7 +190,7 @@ def test_behind_a_block_that_is_not_there_nothing_is_read(backend: StorageBacken
 
 
 def test_a_long_load_does_not_hold_up_a_short_one() -> None:
-    medium = GatedMedium()
+    medium = ClosedMedium()
     stored = sealed(medium)
     write(stored, *range(250))
     owner = Owner()
@@ -213,7 +200,7 @@ def test_a_long_load_does_not_hold_up_a_short_one() -> None:
     short, _ = load_of(1)
     loader.submit(long)
     loader.submit(short)
-    medium.may_look.set()
+    medium.let_answer()
     parts = wait_for_parts(loader, owner, long, short)
     order = [part.load for part in parts]
     assert order.index(short) < len(order) - 1
@@ -222,27 +209,24 @@ def test_a_long_load_does_not_hold_up_a_short_one() -> None:
 
 
 class TimedMedium(MemoryMedium):
-    """A medium whose calls take as long as they are told, in a time of its own, and that notes their sizes."""
+    """A medium whose calls take as long as they are told, by a clock of its own, and that notes their sizes."""
 
     def __init__(self, call_times_s: Sequence[float]) -> None:
         super().__init__(name=str(id(self)))
         self.call_times_s = iter(call_times_s)
-        self.now_s = 1000.0
+        self.clock = Clock()
         self.sizes: list[int] = []
-
-    def monotonic(self) -> float:
-        return self.now_s
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
         self.sizes.append(len(keys))
-        self.now_s += next(self.call_times_s)
+        self.clock.now_s += next(self.call_times_s)
         return super().read(keys, into, deadline_s)
 
 
 def test_calls_of_a_load_grow_in_fast_storage_and_are_small_in_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt further down in slower storage waits for a small call only."""
     medium = TimedMedium([0.001, 0.001, 0.001, 0.001, 0.1, 0.1, 0.007, 0.001, 0.001])
-    monkeypatch.setattr("swiftkv.tier.loader.time", medium)
+    monkeypatch.setattr("swiftkv.tier.loader.time", medium.clock)
     stored = sealed(medium)
     num_blocks = 64 * (1 + 2 + 4 + 8 + 8 + 1 + 1 + 1 + 1)
     write(stored, *range(num_blocks))
@@ -272,7 +256,7 @@ def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
 
 def test_what_is_withdrawn_before_its_turn_is_not_done() -> None:
     """The thread is in a call that does not come back meanwhile."""
-    medium = GatedMedium()
+    medium = ClosedMedium()
     stored = sealed(medium)
     write(stored, *range(3))
     owner = Owner()
@@ -285,7 +269,7 @@ def test_what_is_withdrawn_before_its_turn_is_not_done() -> None:
     assert loader.withdraw(withdrawn_search) == ()
     assert loader.withdraw(withdrawn) == withdrawn.targets
     assert loader.withdraw(withdrawn) == []
-    medium.may_look.set()
+    medium.let_answer()
     owner.wait_for_more(1)
     assert loader.take_done() == [first, last]
     assert not into.any()
@@ -294,7 +278,7 @@ def test_what_is_withdrawn_before_its_turn_is_not_done() -> None:
 
 
 def test_of_a_load_that_is_withdrawn_in_a_call_only_that_call_is_told() -> None:
-    medium = GatedMedium()
+    medium = ClosedMedium()
     stored = sealed(medium)
     write(stored, *range(100))
     owner = Owner()
@@ -304,7 +288,7 @@ def test_of_a_load_that_is_withdrawn_in_a_call_only_that_call_is_told() -> None:
     assert medium.is_asked.wait(TIMEOUT_S)
     rest = loader.withdraw(load)
     assert rest == load.targets[64:]
-    medium.may_look.set()
+    medium.let_answer()
     (part,) = wait_for_parts(loader, owner, load)
     assert [*part.targets, *rest] == load.targets
     assert part.num_read == 64
@@ -314,10 +298,9 @@ def test_of_a_load_that_is_withdrawn_in_a_call_only_that_call_is_told() -> None:
 
 
 def test_a_call_hangs_a_second_after_its_deadline_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = TimedMedium([])
-    clock.now_s = time.monotonic()
+    clock = Clock(time.monotonic())
     monkeypatch.setattr("swiftkv.tier.loader.time", clock)
-    medium = GatedMedium()
+    medium = ClosedMedium()
     owner = Owner()
     loader = Loader(below(sealed(medium)), KEYS, owner.wake)
     assert not loader.is_hung
@@ -328,7 +311,7 @@ def test_a_call_hangs_a_second_after_its_deadline_until_it_returns(monkeypatch: 
     assert not loader.is_hung
     clock.now_s += 1.0
     assert loader.is_hung
-    medium.may_look.set()
+    medium.let_answer()
     owner.wait_for_more(0)
     assert not loader.is_hung
     loader.close()
