@@ -12,7 +12,15 @@ from typing import ClassVar, Generic, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
-from swiftkv.server.choices import Choice, Delta, TokenNames, chat_logprobs, completion_logprobs, prompt_logprobs
+from swiftkv.server.choices import (
+    Choice,
+    Delta,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    prompt_offsets,
+)
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import Generation
 from swiftkv.server.models import ModelHandle
@@ -198,7 +206,6 @@ class CompletionAnswer(Answer):
         self._only_echo = body.max_tokens == 0
         self._logprobs = body.logprobs is not None
         self._prompt_logprobs = body.prompt_logprobs is not None
-        self._text_offsets = [0] * len(self.choices)
         self._echoed: dict[int, CompletionLogprobs] = {}  # by prompt
         self._held: dict[int, dict[int, Delta]] = {}  # by prompt, by choice
 
@@ -256,7 +263,7 @@ class CompletionAnswer(Answer):
 
     def _choice(self, delta: Delta, first: bool) -> CompletionChoice:
         if self._only_echo:
-            delta.text, delta.token_ids, delta.logprobs, delta.stop_reason = "", [], [], None
+            delta.text, delta.token_ids, delta.logprobs, delta.text_offsets, delta.stop_reason = "", [], [], [], None
             delta.finish_reason = delta.finish_reason and "length"
         prompt = self._prompt(delta.index)
         echo = self._echo and first
@@ -272,15 +279,14 @@ class CompletionAnswer(Answer):
 
     def _echo_of(self, prompt: Prompt, packed: list[bytes]) -> CompletionLogprobs:
         entries: list[TokenLogprobs | None] = [None, *unpack_prompt_logprobs(packed)]
-        return completion_logprobs(self._token_names, prompt.token_ids, entries, 0)
+        offsets = prompt_offsets(self.model.tokenizer, prompt.token_ids, prompt.text)
+        return completion_logprobs(self._token_names, prompt.token_ids, entries, offsets)
 
     def _named_logprobs(self, delta: Delta, echo: bool) -> CompletionLogprobs:
         echoed = self._echoed[delta.index // self.n] if echo else CompletionLogprobs([], [], [], [])
-        names, offset = self._token_names, self._text_offsets[delta.index]
-        if echo:
-            offset += names.num_chars(self._prompt(delta.index).token_ids)
-        named = completion_logprobs(names, delta.token_ids, delta.logprobs, offset)
-        self._text_offsets[delta.index] = offset + names.num_chars(delta.token_ids)
+        echoed_chars = len(self._prompt(delta.index).text) if self._echo else 0
+        offsets = [echoed_chars + offset for offset in delta.text_offsets]
+        named = completion_logprobs(self._token_names, delta.token_ids, delta.logprobs, offsets)
         return CompletionLogprobs(
             echoed.tokens + named.tokens,
             echoed.token_logprobs + named.token_logprobs,

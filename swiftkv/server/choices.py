@@ -45,6 +45,8 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    """Beside `logprobs`: where in the text of the choice each token begins."""
     prompt_logprobs: list[bytes] | None = None  # packed
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -63,6 +65,7 @@ class Delta:
         self.parts += later.parts
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.text_offsets += later.text_offsets
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
@@ -165,8 +168,9 @@ class Choice:
             self._push_one_by_one(delta, output, stop_token)
             return delta
         self.num_tokens += len(tokens)
-        delta.text = self._detokenizer.push(tokens if stop_token is None else tokens[:-1]) + self._stop_text(stop_token)
         delta.token_ids, delta.logprobs = tokens, output.logprobs
+        delta.text = self._text(tokens if stop_token is None else tokens[:-1], delta)
+        delta.text += self._stop_text(stop_token, delta)
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
@@ -178,21 +182,32 @@ class Choice:
             if token == stop_token and position == len(output.token_ids) - 1:
                 break
             watch = self.num_tokens > self._rules.min_tokens
-            self._tell(token, self._matcher.push(self._detokenizer.push([token]), watch=watch), delta)
+            self._tell(token, self._matcher.push(self._text([token], delta), watch=watch), delta)
             if self._matcher.matched is not None:
                 delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
                 return
         if delta.finish_reason:
-            self._tell(None, self._matcher.flush() + self._stop_text(stop_token), delta)
+            self._tell(None, self._matcher.flush() + self._stop_text(stop_token, delta), delta)
 
-    def _stop_text(self, token: int | None) -> str:
+    def _text(self, tokens: Sequence[int], delta: Delta) -> str:
+        return self._detokenizer.push(tokens, delta.text_offsets if delta.logprobs else None)
+
+    def _stop_text(self, token: int | None, delta: Delta) -> str:
         """Return the text of the token that ended the choice, if there is one that the client is to see."""
-        if token is None or not self._rules.shows_stop:
+        if token is None:
             return ""
+        if self._is_hidden_stop(token):
+            if delta.logprobs:
+                delta.text_offsets.append(self._detokenizer.num_chars)
+            return ""
+        return self._text([token], delta)
+
+    def _is_hidden_stop(self, token: int) -> bool:
+        if not self._rules.shows_stop:
+            return True
         is_mark = self._sections is not None and self._sections.is_mark(token)
         # A parser of calls may need special tokens that the client did not ask for.
-        is_hidden = is_mark or (self._rules.skip_special_tokens and self._tokenizer.is_special(token))
-        return "" if is_hidden else self._detokenizer.push([token])
+        return is_mark or (self._rules.skip_special_tokens and self._tokenizer.is_special(token))
 
     def _tell(self, token: int | None, text: str, delta: Delta) -> None:
         """Add `text` to the part of the answer that it belongs to; no token: it is the last."""
@@ -259,26 +274,34 @@ class TokenNames:
         """Return the name of a token."""
         return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
 
-    def num_chars(self, token_ids: Sequence[int]) -> int:
-        """Return how many characters of the text begin in these tokens: some have a part of a character only."""
-        token_bytes = self.tokenizer.token_bytes
-        return sum(byte & 0xC0 != 0x80 for token_id in token_ids for byte in token_bytes(token_id))
-
 
 def completion_logprobs(
-    names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text_offset: int
+    names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text_offsets: list[int]
 ) -> CompletionLogprobs:
     """Return logprobs in the shape of OpenAI's completions. `None` is for the first token of an echoed prompt."""
-    result = CompletionLogprobs([], [], [], [])
+    result = CompletionLogprobs([], [], [], text_offsets)
     for token_id, entry in zip(token_ids, logprobs, strict=True):
         name = names.of(token_id)
         result.tokens.append(name)
-        result.text_offset.append(text_offset)
-        text_offset += names.num_chars([token_id])
         result.token_logprobs.append(None if entry is None else _finite(entry.logprob))
         top = None if entry is None else {**_top(names, entry), name: _finite(entry.logprob)}
         result.top_logprobs.append(_encoded(top))
     return result
+
+
+def prompt_offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int], text: str) -> list[int]:
+    """Return where in `text` each token of a prompt begins. Special tokens that were added to it take no room."""
+    detokenizer = Detokenizer(tokenizer.backend, (), skip_special_tokens=False)
+    offsets: list[int] = []
+    for token_id in prompt_ids:
+        is_added = tokenizer.is_special(token_id) and not text.startswith(
+            tokenizer.token_text(token_id), detokenizer.num_chars
+        )
+        if is_added:
+            offsets.append(detokenizer.num_chars)
+        else:
+            detokenizer.push([token_id], offsets)
+    return offsets
 
 
 def chat_logprobs(names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:

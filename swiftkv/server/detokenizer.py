@@ -31,36 +31,48 @@ class Detokenizer:
         # The places in the window at which a character ended. Vocabularies with byte tokens decode a run of bytes as
         # one: a window that began inside a character would spoil the whole run.
         self._boundaries = [0, len(self._window)]
-        self._emitted_chars = len(self._decode(self._window).rstrip(REPLACEMENT))
+        self._text = self._decode(self._window)  # the window's
+        self._emitted_chars = len(self._text.rstrip(REPLACEMENT))  # of the window's text
+        self.num_chars = 0
+        """How many characters of text were returned."""
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Take further tokens and return the text that is now certain."""
-        return "".join(map(self._push, token_ids))
+    def push(self, token_ids: Sequence[int], offsets: list[int] | None = None) -> str:
+        """Take further tokens and return the text that is now certain.
 
-    def _push(self, token_id: int) -> str:
+        `offsets` is appended to: where in all of the text each token begins. A token that is a part of a character
+        begins where the character does.
+        """
+        return "".join([self._push(token_id, offsets) for token_id in token_ids])
+
+    def _push(self, token_id: int, offsets: list[int] | None) -> str:
+        before = self._text
         self._window.append(token_id)
-        text = self._decode(self._window)
-        certain_chars = len(text)
+        self._text = text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             self._boundaries.append(len(self._window))
-        elif len(self._window) - self._boundaries[-1] <= _UNFINISHED:
-            return ""
-        else:
-            certain_chars = max(len(text.rstrip(REPLACEMENT)), len(text) - _UNFINISHED)
-        new_text = text[self._emitted_chars : certain_chars]
-        self._emitted_chars = max(self._emitted_chars, certain_chars)
-        if len(self._window) > _WINDOW_TOKENS:
-            self._shorten_window(held_chars=max(0, len(text) - self._emitted_chars))
+        is_inside = 0 < len(self._window) - self._boundaries[-1] <= _UNFINISHED
+        certain_text = text[: self._emitted_chars if is_inside else _certain_chars(text)]
+        if offsets is not None:
+            # Bytes that turn out to be no character are text of the tokens before this one.
+            broken_chars = max(0, _common_chars(before, certain_text) - self._emitted_chars)
+            offsets.append(self.num_chars + broken_chars)
+        new_text = certain_text[self._emitted_chars :]
+        self.num_chars += len(new_text)
+        self._emitted_chars = max(self._emitted_chars, len(certain_text))
+        if len(self._window) > _WINDOW_TOKENS and not is_inside:
+            self._shorten_window()
         return new_text
 
-    def _shorten_window(self, held_chars: int) -> None:
+    def _shorten_window(self) -> None:
+        held_chars = max(0, len(self._text) - self._emitted_chars)
         latest = len(self._window) - _CONTEXT_TOKENS
         start = max((boundary for boundary in self._boundaries if boundary <= latest), default=0)
         if start == 0 and len(self._window) > 2 * _WINDOW_TOKENS:
             start = latest  # nothing but broken bytes
         self._window = self._window[start:]
         self._boundaries = [boundary - start for boundary in self._boundaries if boundary >= start] or [0]
-        self._emitted_chars = max(0, len(self._decode(self._window)) - held_chars)
+        self._text = self._decode(self._window)
+        self._emitted_chars = max(0, len(self._text) - held_chars)
 
     def _end_of(self, prompt_ids: Sequence[int]) -> list[int]:
         for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _UNFINISHED + 1):
@@ -72,6 +84,18 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         return text
+
+
+def _certain_chars(text: str) -> int:
+    """Return how much of `text` stays as it is, whatever bytes follow."""
+    return max(len(text.rstrip(REPLACEMENT)), len(text) - _UNFINISHED)
+
+
+def _common_chars(text: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    if other.startswith(text):
+        return len(text)
+    return next((index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))
 
 
 class StopStrings:

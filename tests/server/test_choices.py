@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from echo_gateway import train_tokenizer
 
-from swiftkv.server.choices import Choice, Delta, StopRules
-from swiftkv.server.detokenizer import StopStrings
+from swiftkv.engine.messages import TokenLogprobs
+from swiftkv.server.choices import Choice, Delta, StopRules, prompt_offsets
+from swiftkv.server.detokenizer import REPLACEMENT, StopStrings
 from swiftkv.server.generation import SequenceOutput
 from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.tokenizer import Tokenizer
@@ -47,6 +48,30 @@ def test_a_parser_that_reads_special_tokens_shows_the_last_one_only_if_asked(
     assert total.calls[0].function.name == "now"
     assert "".join(call.function.arguments for call in total.calls) == "{}"
     assert (total.text, total.finish_reason) == (shown, "tool_calls")
+
+
+@pytest.mark.parametrize("shows_stop", [False, True])
+@pytest.mark.parametrize("stops", [[], ["never"]])
+def test_every_token_with_a_logprob_has_a_place_in_the_text(
+    tokenizer: Tokenizer, stops: list[str], shows_stop: bool
+) -> None:
+    ids = tokenizer.encode("a€ b<|im_end|>", add_special_tokens=False)
+    rules = StopRules(StopStrings(stops), skip_special_tokens=False, shows_stop=shows_stop)
+    logprobs = [TokenLogprobs(-0.1, 1, [], []) for _ in ids]
+    delta = Choice(0, [300], tokenizer, rules).push(SequenceOutput(0, ids, logprobs, finish_reason="stop"))
+    assert delta.text == "a€ b" + ("<|im_end|>" if shows_stop else "")
+    assert delta.text_offsets == [len(tokenizer.decode(ids[:end]).rstrip(REPLACEMENT)) for end in range(len(ids))]
+
+
+@pytest.mark.parametrize(("text", "added"), [("a<|im_end|>€b", [2, 0]), ("<|im_end|>a", [0]), ("b", [])])
+def test_special_tokens_that_a_prompt_was_given_take_no_room_in_its_text(
+    tokenizer: Tokenizer, text: str, added: list[int]
+) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    bare = prompt_offsets(tokenizer, ids, text)
+    assert bare == [len(tokenizer.decode(ids[:end]).rstrip(REPLACEMENT)) for end in range(len(ids))]
+    assert all(map(tokenizer.is_special, added))
+    assert prompt_offsets(tokenizer, added + ids, text) == [0] * len(added) + bare
 
 
 def test_a_mark_of_the_reasoning_is_no_text_even_if_it_ends_the_answer(tokenizer: Tokenizer) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from echo_gateway import TEXT
 from hypothesis import given, settings
@@ -87,6 +89,38 @@ def test_a_character_comes_whole(backend: Backend) -> None:
     *before, last = [detokenizer.push([token]) for token in ids]
     assert last == "👋"
     assert set(before) == {""}
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=texts, text=texts, cuts=st.lists(st.integers(1, 5), max_size=40))
+def test_tokens_begin_where_the_text_of_those_before_them_ends(
+    tokenizer: Tokenizer, byte_fallback: Backend, before: str, text: str, cuts: list[int]
+) -> None:
+    """A token that is a part of a character begins where the character does."""
+    for backend in (tokenizer.backend, byte_fallback):
+        prompt, ids = (backend.encode(each, add_special_tokens=False).ids for each in (before, text))
+        detokenizer, offsets = Detokenizer(backend, prompt), []
+        decoded = [backend.decode(prompt + ids[:end]) for end in range(len(ids))]
+        ends = itertools.accumulate((0 if each.endswith(REPLACEMENT) else len(each) for each in decoded), max)
+        for start in range(0, len(ids), size := cuts.pop() if cuts else 1):
+            detokenizer.push(ids[start : start + size], offsets)
+        assert offsets == [end - len(backend.decode(prompt)) for end in ends]
+
+
+def test_bytes_that_were_broken_are_text_before_the_next_token(backend: Backend) -> None:
+    half, [whole] = backend.encode("€").ids[-3:-1], backend.encode("h").ids
+    offsets: list[int] = []
+    text = Detokenizer(backend, []).push([*half, whole, *half, *half, whole], offsets)
+    name = backend.decode([*half, whole]).strip(REPLACEMENT)
+    assert len(text.split(name)) == 3
+    assert [offsets[2], offsets[-1]] == [text.index(name), text.rindex(name)]
+
+
+def test_special_tokens_that_are_left_out_take_no_room(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.backend.encode("a<|im_end|>b").ids
+    offsets: list[int] = []
+    assert Detokenizer(tokenizer.backend, []).push(ids, offsets) == "ab"
+    assert offsets == [0, 1, 1]
 
 
 def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> None:
