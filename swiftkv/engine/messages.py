@@ -186,6 +186,9 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     flow: int = 0  # the share of the engine that the request takes from
     flow_weight: float = 1.0
     is_to_last: bool = False  # its prompt goes to storage, if there is any, whatever the write policy waits for
+    arrived_s: float | None = None
+    """When it came to the gateway, by the machine's CLOCK_MONOTONIC; `None`: when the engine takes it, which is between
+    two steps."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

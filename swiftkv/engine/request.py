@@ -39,7 +39,7 @@ class Request:
     flow: int = 0
     flow_weight: float = 1.0
     is_to_last: bool = False
-    arrived_s: float = field(default_factory=time.monotonic)
+    arrived_s: float = 0.0  # by `time.monotonic`
 
     @classmethod
     def from_message(
@@ -86,6 +86,7 @@ class Request:
             flow=message.flow,
             flow_weight=message.flow_weight,
             is_to_last=message.is_to_last,
+            arrived_s=time.monotonic() if message.arrived_s is None else message.arrived_s,
         )
 
 

@@ -185,13 +185,14 @@ class EngineClient:
         if not self._outbox.has_room(len(requests), sum(request.num_bytes for request in requests)):
             raise self.outlook.busy("unread_messages", f"is behind with {self._outbox.num_unread} messages")
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
+        arrived_s = time.perf_counter()
         messages = [
-            request.message(request_id, terms) for request_id, request in zip(request_ids, requests, strict=True)
+            request.message(request_id, terms, arrived_s)
+            for request_id, request in zip(request_ids, requests, strict=True)
         ]
         self.outlook.check(messages[0], terms.targets)
         self._next_request_id = request_ids.stop
         generation = Generation(request_ids, self._abort, terms.sender)
-        arrived_s = time.perf_counter()
         self._idle.clear()
         for index, (message, request) in enumerate(zip(messages, requests, strict=True)):
             if not self._outbox.send(message):

@@ -51,8 +51,8 @@ class SequenceRequest:
     sampling: SamplingParams
     pooling: Pooling | None = None  # None: it wants tokens
 
-    def message(self, request_id: int, terms: Terms) -> AddRequest:
-        """Return what the engine is told of it."""
+    def message(self, request_id: int, terms: Terms, arrived_s: float) -> AddRequest:
+        """Return what the engine is told of it. `arrived_s` is by `time.perf_counter`, the clock of all processes."""
         return AddRequest(
             request_id,
             self.prompt,
@@ -65,6 +65,7 @@ class SequenceRequest:
             flow=terms.sender.flow,
             flow_weight=terms.sender.weight,
             is_to_last=terms.is_to_last,
+            arrived_s=arrived_s,
         )
 
     @property

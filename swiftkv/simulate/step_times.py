@@ -70,12 +70,18 @@ def _of_node(url: str) -> dict[str, dict[str, float]]:
             f"--step-time: no node answers at {url}: {error}; name the URL of one that has served for a while, or a "
             "file that --save-step-time wrote"
         ) from None
+    return parse_step_times(text)
+
+
+def parse_step_times(metrics_text: str) -> dict[str, dict[str, float]]:
+    """Return the seconds of each term, by model, from what a node answers at `/metrics`."""
     known: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(text):
+    families = list(text_string_to_metric_families(metrics_text))
+    for family in families:
         if family.name == METRIC:
             for sample in family.samples:
                 known.setdefault(sample.labels["model_name"], {})[sample.labels["term"]] = sample.value
-    for family in text_string_to_metric_families(text):
+    for family in families:
         if term := _GATEWAY_METRICS.get(family.name):
             for model, mean_s in _means(family.samples).items():
                 known.get(model, {})[term] = mean_s

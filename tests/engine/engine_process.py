@@ -128,6 +128,7 @@ class EngineClient:
         is_traced: bool = False,
         priority: int = 0,
         is_to_last: bool = False,
+        arrived_s: float | None = None,
         **sampling: Any,
     ) -> int:
         request_id = next(self._ids)
@@ -144,6 +145,7 @@ class EngineClient:
                 pooling=pooling,
                 is_traced=is_traced,
                 is_to_last=is_to_last,
+                arrived_s=arrived_s,
             )
         )
         return request_id

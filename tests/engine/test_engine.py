@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +33,8 @@ def model(checkpoint: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "a step ahead"])
 def engine(checkpoint: Path, model: PreTrainedModel, request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
-    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-    with EngineProcess(checkpoint, async_scheduling=request.param, **options) as process:
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "scheduling_policy": "hrrn"}
+    with EngineProcess(checkpoint, max_model_len=MAX_MODEL_LEN, async_scheduling=request.param, **options) as process:
         yield process
 
 
@@ -166,6 +167,18 @@ def test_a_request_without_a_next_token_ends_alone(engine: EngineProcess) -> Non
     assert answers[0].error.status == 500
     assert not answers[0].token_ids
     assert len(answers[1].token_ids) == 30
+
+
+def test_requests_have_waited_since_they_came_to_the_gateway(engine: EngineProcess) -> None:
+    """The engine takes messages between two steps; by then one that came at the step's begin has waited for a while."""
+    now_s = time.monotonic()
+    with engine.at_once():
+        short = engine.add([4] * 60, "its own cache", arrived_s=now_s)
+        long = engine.add([3] * 120, "its own cache", arrived_s=now_s - 100)
+    while not (engine.answers[long].token_ids or engine.answers[short].token_ids):
+        engine.take_one()
+    assert not engine.answers[short].token_ids
+    engine.wait([long, short])
 
 
 def test_a_priority_that_is_no_int32_is_answered(engine: EngineProcess) -> None:
