@@ -60,10 +60,11 @@ class LongestPrefixRun(EngineRun):
             if request_id not in self._pieces:
                 self._pieces[request_id] = self._sent.pieces(arrival.prompt().astype("<i4").tobytes(), "")
         while waiting and self._num_left() < MAX_NUM_BATCHED_TOKENS:
-            known = {request_id: self._sent.num_known(self._pieces[request_id]) for request_id in waiting}
+            known = {request_id: self._sent.find(self._pieces[request_id]).num_cached for request_id in waiting}
             request_id = max(known, key=lambda i: (known[i], -i))
             arrival = waiting.pop(request_id)
-            self._sent.add(self._pieces[request_id])
+            self._sent.send(request_id, self._pieces[request_id])
+            self._sent.begin(request_id)
             self._left[request_id] = max(1, arrival.input_tokens - known[request_id])
             self._add(request_id, arrival)
         self._let_in = list(waiting.items())

@@ -135,7 +135,11 @@ class SchedulerStats:
     groups: Final[list[GroupStats]]
 
 class QueuedPrompt:
-    """A prompt without a token, of which `num_left` tokens are to be computed."""
+    """A prompt without a token.
+
+    The engine has all but `num_left` of its tokens in its cache, and of these, `num_coming` will be there once others
+    have begun that wait. The rest are to be computed.
+    """
 
     num_tokens: Final[float]
     num_left: Final[float]
@@ -151,6 +155,7 @@ class QueuedPrompt:
         deadline_s: float = 0.0,
         flow: int = 0,
         flow_weight: float = 1.0,
+        num_coming: float = 0.0,
     ) -> None: ...
 
 class PromptPace:
@@ -195,6 +200,9 @@ class PromptQueue:
 
     def begin(self, request_id: int, num_left: float, now_s: float) -> None:
         """Note that the engine has begun with a prompt, and how much of it is left; ignore one that is gone."""
+
+    def expect(self, request_id: int, num_left: float, num_coming: float) -> None:
+        """Note how much is left of a prompt that waits; ignore one that has begun or is gone."""
 
     def remove(self, request_id: int, now_s: float) -> None:
         """Forget a prompt; ignore one that is gone."""

@@ -15,11 +15,12 @@ void bind_prompt_queue(nb::module_& m) {
         .def(
             "__init__",
             [](QueuedPrompt* self, double num_tokens, double num_left, double arrived_s, int64_t priority,
-               double deadline_s, int64_t flow, double flow_weight) {
-                new (self) QueuedPrompt{num_tokens, num_left, arrived_s, priority, deadline_s, flow, flow_weight};
+               double deadline_s, int64_t flow, double flow_weight, double num_coming) {
+                new (self)
+                    QueuedPrompt{num_tokens, num_left, arrived_s, priority, deadline_s, flow, flow_weight, num_coming};
             },
             "num_tokens"_a, "num_left"_a, "arrived_s"_a, nb::kw_only(), "priority"_a = 0, "deadline_s"_a = 0.0,
-            "flow"_a = 0, "flow_weight"_a = 1.0)
+            "flow"_a = 0, "flow_weight"_a = 1.0, "num_coming"_a = 0.0)
         .def_ro("num_tokens", &QueuedPrompt::num_tokens)
         .def_ro("num_left", &QueuedPrompt::num_left)
         .def_ro("priority", &QueuedPrompt::priority);
@@ -50,6 +51,7 @@ void bind_prompt_queue(nb::module_& m) {
             "policy"_a)
         .def("add", &PromptQueue::add, "request_id"_a, "prompt"_a)
         .def("begin", &PromptQueue::begin, "request_id"_a, "num_left"_a, "now_s"_a)
+        .def("expect", &PromptQueue::expect, "request_id"_a, "num_left"_a, "num_coming"_a)
         .def("remove", &PromptQueue::remove, "request_id"_a, "now_s"_a)
         .def("find", &PromptQueue::find, "request_id"_a)
         .def("advance", &PromptQueue::advance, "now_s"_a)

@@ -46,7 +46,7 @@ double PromptPace::step_s() const {
 }
 
 double PromptPace::steps(const QueuedPrompt& prompt) const {
-    return std::max(prompt.num_left / budget, work_s(prompt) / spare_s);
+    return std::max(prompt.num_computed() / budget, work_s(prompt) / spare_s);
 }
 
 double PromptPace::computing_s(const QueuedPrompt& prompt) const {
@@ -77,8 +77,17 @@ void PromptQueue::begin(RequestId id, double num_left, double now_s) {
     advance(now_s);
     QueuedPrompt& prompt = entries_[index_of(id)].prompt;
     prompt.num_left = num_left;
+    prompt.num_coming = 0;
     if (!prompt.has_begun) begun_.push_back(id);
     prompt.has_begun = true;
+}
+
+void PromptQueue::expect(RequestId id, double num_left, double num_coming) {
+    if (!contains(id)) return;
+    QueuedPrompt& prompt = entries_[index_of(id)].prompt;
+    if (prompt.has_begun) return;
+    prompt.num_left = num_left;
+    prompt.num_coming = num_coming;
 }
 
 void PromptQueue::remove(RequestId id, double now_s) {
@@ -137,7 +146,7 @@ WorkAhead PromptQueue::ahead_of(const QueuedPrompt& prompt, const PromptPace& pa
         ahead.work_behind_s += work_s * part_behind;
         if (rest.before > 0 && !other.has_begun) {
             ahead.num_waiting += share[i];
-            ahead.tokens_waiting += other.num_left * share[i];
+            ahead.tokens_waiting += other.num_computed() * share[i];
         }
         ahead.num_begun += other.has_begun && static_cast<double>(other.priority) < end;
     }

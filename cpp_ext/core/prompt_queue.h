@@ -12,17 +12,20 @@ namespace swiftkv {
 
 struct QueuedPrompt {
     double num_tokens;
-    double num_left;  // of them are to be computed
+    double num_left;  // of them are not in the cache, as far as the engine knows
     double arrived_s;
     int64_t priority;
     double deadline_s;
     int64_t flow;
     double flow_weight;
+    double num_coming = 0;  // of `num_left`, what prompts that wait will have left in the cache
     bool has_begun = false;
     double done_s = 0;  // the time for which it has been computed
 
+    // The tokens that are to be computed.
+    double num_computed() const { return num_left - num_coming; }
     // Pairs of a token that is to be computed and one that it looks back on.
-    double pairs() const { return num_left * (num_tokens - 0.5 * num_left); }
+    double pairs() const { return num_computed() * (num_tokens - 0.5 * num_computed()); }
 };
 
 // The speed at which prompts are computed beside the answers that go on.
@@ -35,7 +38,9 @@ struct PromptPace {
 
     // The time of a full step.
     double step_s() const;
-    double work_s(const QueuedPrompt& prompt) const { return token_s * prompt.num_left + pair_s * prompt.pairs(); }
+    double work_s(const QueuedPrompt& prompt) const {
+        return token_s * prompt.num_computed() + pair_s * prompt.pairs();
+    }
     // How many steps a prompt fills, parts of steps included.
     double steps(const QueuedPrompt& prompt) const;
     // How long a prompt takes that shares its steps with others.
@@ -61,6 +66,8 @@ class PromptQueue {
     void add(RequestId id, const QueuedPrompt& prompt);
     // Notes that the engine has begun with a prompt, and how much of it is left.
     void begin(RequestId id, double num_left, double now_s);
+    // Notes how much is left of a prompt that waits, once another one has begun that begins like it.
+    void expect(RequestId id, double num_left, double num_coming);
     void remove(RequestId id, double now_s);
     std::optional<QueuedPrompt> find(RequestId id) const;
     bool empty() const { return entries_.empty(); }

@@ -44,10 +44,15 @@ class ForecastLimits:
 
 @dataclass(frozen=True, slots=True)
 class NewPrompt:
-    """A prompt that arrives. `num_cached` of its tokens are expected to be in the cache."""
+    """A prompt that arrives. `num_cached` of its tokens are expected to be in the cache.
+
+    `num_coming` of the others will be there once prompts have begun that wait. The order in which an engine begins does
+    not depend on these.
+    """
 
     num_tokens: int
     num_cached: int = 0
+    num_coming: int = 0
     priority: int = 0
     due_s: float | None = None
     flow: int = 0
@@ -139,6 +144,13 @@ class EngineForecast:
         if queued is not None:
             self._queue.begin(request_id, _num_left(int(queued.num_tokens), num_cached), now_s)
 
+    def expect(self, request_id: int, num_cached: int, num_coming: int) -> None:
+        """Note that a prompt which waits is expected to be found in the cache as far as this, and later further."""
+        queued = self._queue.find(request_id)
+        if queued is not None:
+            num_left = _num_left(int(queued.num_tokens), num_cached)
+            self._queue.expect(request_id, num_left, min(num_coming, num_left - 1))
+
     def token(self, request_id: int, now_s: float) -> None:
         """Note that a sequence has got a token."""
         self._note_step(now_s)
@@ -220,6 +232,7 @@ class EngineForecast:
             deadline_s=now_s + due_s,
             flow=prompt.flow,
             flow_weight=prompt.flow_weight,
+            num_coming=min(prompt.num_coming, prompt.num_left - 1),
         )
 
     def _note_step(self, now_s: float) -> None:

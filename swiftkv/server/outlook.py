@@ -12,7 +12,7 @@ from swiftkv.server.forecast import EngineForecast, Forecast, ForecastLimits, Ne
 from swiftkv.server.last_starts import LastStarts
 from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.queued_prompts import MAX_RETRY_S, QueuedPrompts
-from swiftkv.server.sent_prefixes import SentPrefixes
+from swiftkv.server.sent_prefixes import Found, SentPrefixes
 from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.tenants import ANYBODY, Sender
 
@@ -89,12 +89,14 @@ class Outlook:
         self.forecast.add(request_id, self._prompt(message, pieces), now_s, forecast_s)
         if target_ttft_s is not None and not self._has_storage:  # a prompt that is loaded waits for less
             self._starts.add(request_id, now_s + target_ttft_s)
-        self._sent.add(pieces)
+        self._sent.send(request_id, pieces)
         self.queued.num_tokens += num_tokens
         self._waiting[request_id] = _Waiting(num_tokens, now_s, forecast_s, target_ttft_s)
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
         self.forecast.admitted(request_id, num_cached, now_s)
+        for other_id, found in self._sent.begin(request_id).items():
+            self.forecast.expect(other_id, found.num_cached, found.num_coming)
         self._starts.admitted(request_id, now_s)
 
     def token(self, request_id: int, now_s: float) -> None:
@@ -111,6 +113,7 @@ class Outlook:
     def ended(self, request_id: int, now_s: float) -> None:
         """Note that a sequence is over, however it ended."""
         self.forecast.end(request_id, now_s)
+        self._sent.end(request_id)
         self._starts.end(request_id)
         if waiting := self._waiting.pop(request_id, None):
             self.queued.num_tokens -= waiting.num_tokens
@@ -128,7 +131,7 @@ class Outlook:
         most_cached = least_tokens - 1 if self._has_storage else min(least_tokens - 1, self.forecast.longest_context)
         num_cached = most_cached if self._caches_prefixes else 0
         standing = (priority, targets.ttft_s, sender.flow, sender.weight)
-        forecast = self.forecast.of(NewPrompt(least_tokens, num_cached, *standing), time.perf_counter())
+        forecast = self.forecast.of(NewPrompt(least_tokens, num_cached, 0, *standing), time.perf_counter())
         if forecast is not None:
             self._check(forecast, min(forecast.ttft_s, forecast.hopeful_ttft_s), targets, "at least")
 
@@ -194,9 +197,9 @@ class Outlook:
 
     def _prompt(self, message: AddRequest, pieces: list[bytes]) -> NewPrompt:
         length = len(message.prompt) // 4
-        known = 0 if message.sampling.prompt_logprobs is not None else self._sent.num_known(pieces)
+        found = Found() if message.sampling.prompt_logprobs is not None else self._sent.find(pieces)
         standing = (message.priority, message.target_ttft_s, message.flow, message.flow_weight)
-        return NewPrompt(length, min(known, length - 1), *standing)
+        return NewPrompt(length, found.num_cached, found.num_coming, *standing)
 
     def _pieces(self, message: AddRequest) -> list[bytes]:
         """Return the names of a prompt's beginnings; those of the last prompt are at hand: `n` sequences share one."""

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from swiftkv._core import block_keys
 
 _PIECE_TOKENS = 16  # as many as a block usually has, so that little of a conversation's next turn counts as new
 _KEY_BYTES = 32
+_NOBODY = -1
 _MAX_TOKENS = 64 << 10  # in one prompt: hashing more would take longer than a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tokens of a prompt's beginning that the engine was sent before.
+
+    Attributes:
+        num_cached: Of prompts that it has begun with.
+        num_coming: After these, of prompts that wait.
+    """
+
+    num_cached: int = 0
+    num_coming: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """The pieces of a prompt that waits, from the first one on that is not cached."""
+
+    num_cached_pieces: int
+    pieces: Sequence[bytes]
 
 
 class SentPrefixes:
@@ -20,7 +45,11 @@ class SentPrefixes:
     def __init__(self) -> None:
         self.max_tokens = 0
         """The number of tokens that are remembered; 0 for an engine that caches nothing."""
-        self._known: dict[bytes, None] = {}  # the latest last
+        # For each piece the prompt that waits and was the first to have it, `None` once one with it has begun. The
+        # latest piece is the last.
+        self._first: dict[bytes, int | None] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._waiting_for: dict[bytes, list[int]] = {}  # the prompts that begin like one that waits, by the first piece
 
     def pieces(self, prompt: bytes, salt: str) -> list[bytes]:
         """Return the names of a prompt's beginnings, of int32 token ids, one for each length that is remembered."""
@@ -30,21 +59,61 @@ class SentPrefixes:
         keys = block_keys(salt.encode("utf-8", "surrogatepass"), token_ids, _PIECE_TOKENS)
         return [keys[start : start + _KEY_BYTES] for start in range(0, len(keys), _KEY_BYTES)]
 
-    def num_known(self, pieces: list[bytes]) -> int:
-        """Return how many tokens of a prompt were sent before, in whole pieces."""
-        count = 0
-        while count < len(pieces) and pieces[count] in self._known:
-            count += 1
-        return count * _PIECE_TOKENS
+    def find(self, pieces: Sequence[bytes], request_id: int = _NOBODY) -> Found:
+        """Return how much of a prompt was sent before by others, in whole pieces."""
+        num_cached = 0
+        while num_cached < len(pieces) and self._first.get(pieces[num_cached], _NOBODY) is None:
+            num_cached += 1
+        num_sent = num_cached
+        while num_sent < len(pieces) and self._first.get(pieces[num_sent], request_id) != request_id:
+            num_sent += 1
+        return Found(num_cached * _PIECE_TOKENS, (num_sent - num_cached) * _PIECE_TOKENS)
 
-    def add(self, pieces: list[bytes]) -> None:
-        """Remember a prompt that is sent."""
+    def send(self, request_id: int, pieces: Sequence[bytes]) -> None:
+        """Remember a prompt that is sent, and waits from now on."""
+        found = self.find(pieces)
         for piece in reversed(pieces):  # ends are forgotten first
-            self._known.pop(piece, None)
-            self._known[piece] = None
-        while len(self._known) * _PIECE_TOKENS > self.max_tokens:
-            del self._known[next(iter(self._known))]
+            self._first[piece] = self._first.pop(piece, request_id)
+        self._forget_old()
+        num_cached = found.num_cached // _PIECE_TOKENS
+        self._waiting[request_id] = _Waiting(num_cached, pieces[num_cached:])
+        if found.num_coming:
+            self._waiting_for.setdefault(pieces[num_cached], []).append(request_id)
+
+    def begin(self, request_id: int) -> dict[int, Found]:
+        """Note that the engine has begun with a prompt. Return what is to be found now of those that wait for it."""
+        prompt = self._waiting.pop(request_id, None)
+        freed: list[int] = []
+        for piece in reversed(prompt.pieces if prompt else ()):
+            self._first.pop(piece, None)
+            self._first[piece] = None
+            freed += self._waiting_for.pop(piece, ())
+        self._forget_old()
+        return {each: self._find_again(each) for each in freed if each in self._waiting}
+
+    def end(self, request_id: int) -> None:
+        """Forget a prompt that ends while it waits: nobody will find what it alone would have left."""
+        prompt = self._waiting.pop(request_id, None)
+        for piece in prompt.pieces if prompt else ():
+            if self._first.get(piece) == request_id:
+                del self._first[piece]
 
     def clear(self) -> None:
         """Forget everything: the engine is another one."""
-        self._known.clear()
+        self._first.clear()
+        self._waiting.clear()
+        self._waiting_for.clear()
+
+    def _forget_old(self) -> None:
+        while len(self._first) * _PIECE_TOKENS > self.max_tokens:
+            del self._first[next(iter(self._first))]
+
+    def _find_again(self, request_id: int) -> Found:
+        prompt = self._waiting[request_id]
+        found = self.find(prompt.pieces, request_id)
+        num_more = found.num_cached // _PIECE_TOKENS
+        num_cached_pieces = prompt.num_cached_pieces + num_more
+        self._waiting[request_id] = _Waiting(num_cached_pieces, prompt.pieces[num_more:])
+        if found.num_coming:
+            self._waiting_for.setdefault(prompt.pieces[num_more], []).append(request_id)
+        return Found(num_cached_pieces * _PIECE_TOKENS, found.num_coming)

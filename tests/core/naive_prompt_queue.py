@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swiftkv._core import PRIORITIES_PER_CLASS
 from swiftkv.policies import SchedulingPolicy
@@ -23,12 +23,17 @@ class Prompt:
     deadline_s: float = 0.0
     flow: int = 0
     flow_weight: float = 1.0
+    num_coming: int = 0
     has_begun: bool = False
     done_s: float = 0.0
 
     @property
+    def num_computed(self) -> int:
+        return self.num_left - self.num_coming
+
+    @property
     def pairs(self) -> float:
-        return self.num_left * (self.num_tokens - 0.5 * self.num_left)
+        return self.num_computed * (self.num_tokens - 0.5 * self.num_computed)
 
 
 @dataclass
@@ -44,10 +49,10 @@ class Pace:
         return self.overhead_s + min(self.spare_s, self.budget * self.token_s)
 
     def work_s(self, prompt: Prompt) -> float:
-        return self.token_s * prompt.num_left + self.pair_s * prompt.pairs
+        return self.token_s * prompt.num_computed + self.pair_s * prompt.pairs
 
     def steps(self, prompt: Prompt) -> float:
-        return max(prompt.num_left / self.budget, self.work_s(prompt) / self.spare_s)
+        return max(prompt.num_computed / self.budget, self.work_s(prompt) / self.spare_s)
 
     def service_s(self, prompt: Prompt) -> float:
         return self.work_s(prompt) + self.steps(prompt) * self.overhead_s
@@ -74,16 +79,19 @@ class NaivePromptQueue:
 
     def add(self, request_id: int, prompt: Prompt) -> None:
         self.prompts[request_id] = prompt
-        copied = Prompt(prompt.num_tokens, prompt.num_left, prompt.arrived_s, prompt.priority, prompt.deadline_s)
-        copied.flow = prompt.flow
-        self.latest = [*self.latest, copied][-RECENT:]
+        self.latest = [*self.latest, replace(prompt)][-RECENT:]
 
     def begin(self, request_id: int, num_left: int, now_s: float) -> None:
         self.advance(now_s)
         prompt = self.prompts[request_id]
-        prompt.num_left, prompt.has_begun = num_left, True
+        prompt.num_left, prompt.num_coming, prompt.has_begun = num_left, 0, True
         if request_id not in self.begun:
             self.begun.append(request_id)
+
+    def expect(self, request_id: int, num_left: int, num_coming: int) -> None:
+        prompt = self.prompts[request_id]
+        if not prompt.has_begun:
+            prompt.num_left, prompt.num_coming = num_left, num_coming
 
     def remove(self, request_id: int, now_s: float) -> None:
         self.advance(now_s)
@@ -127,7 +135,7 @@ class NaivePromptQueue:
             sum(pace.steps(r.prompt) * r.part * (1 - r.before) for r in rests),
             sum(pace.work_s(r.prompt) * r.part * (1 - r.before) for r in rests),
             sum(s for _, s in waiting),
-            sum(prompt.num_left * s for prompt, s in waiting),
+            sum(prompt.num_computed * s for prompt, s in waiting),
             sum(prompt.has_begun and prompt.priority < end for prompt in self.prompts.values()),
         )
 

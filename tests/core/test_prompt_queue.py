@@ -25,6 +25,7 @@ def queued(prompt: Prompt) -> QueuedPrompt:
         deadline_s=prompt.deadline_s,
         flow=prompt.flow,
         flow_weight=prompt.flow_weight,
+        num_coming=prompt.num_coming,
     )
 
 
@@ -59,15 +60,22 @@ class Histories:
 
     def prompt(self) -> Prompt:
         num_tokens = int(np.exp(self.rng.uniform(0, 9)))
+        num_left, num_coming = self.left_of(num_tokens)
         return Prompt(
             num_tokens,
-            int(self.rng.integers(1, num_tokens + 1)),
+            num_left,
             self.now_s,
             priority=int(self.rng.choice(self.priorities)),
             deadline_s=self.now_s + float(self.rng.uniform(0.1, 20)),
             flow=int(self.rng.integers(self.num_flows)),
             flow_weight=float(self.rng.choice([0.5, 1.0, 3.0])),
+            num_coming=num_coming,
         )
+
+    def left_of(self, num_tokens: int) -> tuple[int, int]:
+        """Return how many tokens are left of a prompt, and how many of these others will leave in the cache."""
+        num_left = int(self.rng.integers(1, num_tokens + 1))
+        return num_left, int(self.rng.integers(num_left)) if self.rng.random() < 0.3 else 0
 
     def event(self, request_id: int, most: int) -> None:
         self.now_s += float(self.rng.exponential(0.2))
@@ -80,10 +88,14 @@ class Histories:
             self.naive.add(request_id, prompt)
             return
         chosen = int(self.rng.choice(list(self.naive.prompts)))
-        if self.rng.random() < 0.4:
-            num_left = int(self.rng.integers(1, self.naive.prompts[chosen].num_tokens + 1))
+        kind = self.rng.random()
+        num_left, num_coming = self.left_of(self.naive.prompts[chosen].num_tokens)
+        if kind < 0.4:
             self.queue.begin(chosen, num_left, self.now_s)
             self.naive.begin(chosen, num_left, self.now_s)
+        elif kind < 0.6:
+            self.queue.expect(chosen, num_left, num_coming)
+            self.naive.expect(chosen, num_left, num_coming)
         else:
             self.queue.remove(chosen, self.now_s)
             self.naive.remove(chosen, self.now_s)
@@ -128,6 +140,7 @@ def test_ids_that_are_gone_are_ignored_and_none_comes_twice() -> None:
     queue.remove(3, 1.0)
     queue.remove(3, 1.0)
     queue.begin(3, 5, 1.0)
+    queue.expect(3, 5, 0)
     assert queue.find(3) is None
     assert queue.is_empty
     assert not queue.has_begun

@@ -42,14 +42,14 @@ class ForecastingDoor(OpenDoor):
     def lets_in(self, request_id: int, arrival: Arrival, now_s: float) -> bool:
         target_s = self.target_ttft_s(arrival)
         pieces = self._sent.pieces(arrival.prompt().astype("<i4").tobytes(), "")
-        num_cached = min(self._sent.num_known(pieces), arrival.input_tokens - 1)
-        new = NewPrompt(arrival.input_tokens, num_cached, due_s=target_s, flow=arrival.flow)
+        found = self._sent.find(pieces)
+        new = NewPrompt(arrival.input_tokens, found.num_cached, found.num_coming, due_s=target_s, flow=arrival.flow)
         forecast = self.forecasts[request_id] = self.forecast_of(request_id, new, now_s)
         if self._refuses and forecast.hopeful_ttft_s > target_s:
             return False
         self._forecast.add(request_id, new, now_s, forecast.ttft_s)
         self._starts.add(request_id, now_s + target_s)
-        self._sent.add(pieces)
+        self._sent.send(request_id, pieces)
         return True
 
     def forecast_of(self, request_id: int, new: NewPrompt, now_s: float) -> Forecast:
@@ -59,6 +59,8 @@ class ForecastingDoor(OpenDoor):
 
     def begun(self, request_id: int, num_cached: int, now_s: float) -> None:
         self._forecast.admitted(request_id, num_cached, now_s)
+        for other_id, found in self._sent.begin(request_id).items():
+            self._forecast.expect(other_id, found.num_cached, found.num_coming)
         self._starts.admitted(request_id, now_s)
 
     def token(self, request_id: int, now_s: float) -> None:
@@ -67,6 +69,7 @@ class ForecastingDoor(OpenDoor):
 
     def ended(self, request_id: int, now_s: float) -> None:
         self._forecast.end(request_id, now_s)
+        self._sent.end(request_id)
         self._starts.end(request_id)
 
     def dropped(self, now_s: float) -> list[int]:
