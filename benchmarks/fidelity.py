@@ -105,7 +105,7 @@ async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> lis
 
 @dataclass
 class Watch:
-    """What a node tells from time to time of its step times. It is read afterwards: that takes a core for 30 ms."""
+    """The metrics of a node, from time to time. They are read afterwards: that takes a core for 30 ms."""
 
     node: Node
     metrics: list[str] = field(default_factory=list)
