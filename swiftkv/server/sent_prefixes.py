@@ -94,7 +94,12 @@ class SentPrefixes:
     def end(self, request_id: int) -> None:
         """Forget a prompt that ends while it waits: nobody will find what it alone would have left."""
         prompt = self._waiting.pop(request_id, None)
-        for piece in prompt.pieces if prompt else ():
+        pieces = prompt.pieces if prompt else ()
+        if pieces and request_id in self._waiting_for.get(pieces[0], ()):
+            self._waiting_for[pieces[0]].remove(request_id)
+            if not self._waiting_for[pieces[0]]:
+                del self._waiting_for[pieces[0]]
+        for piece in pieces:
             if self._first.get(piece) == request_id:
                 del self._first[piece]
 

@@ -101,6 +101,16 @@ def test_what_a_prompt_would_have_left_is_not_expected_once_it_is_given_up(other
     assert found(prefixes, prompt(320, 160)) == Found(320, 160 if other_waits else 0)
 
 
+def test_nothing_is_kept_of_prompts_that_are_given_up() -> None:
+    prefixes = with_room(10_000)
+    for request_id in range(3):
+        prefixes.send(request_id, prefixes.pieces(prompt(320, 160 * request_id), ""))
+    for request_id in range(3):
+        prefixes.end(request_id)
+    assert not prefixes._waiting
+    assert not prefixes._waiting_for
+
+
 def test_a_prompt_that_was_forgotten_while_it_waited_is_in_the_cache_once_it_begins() -> None:
     prefixes = with_room(640)
     prefixes.send(0, prefixes.pieces(prompt(320), ""))
