@@ -198,18 +198,21 @@ class PromptQueue:
     def add(self, request_id: int, prompt: QueuedPrompt) -> None:
         """Note that a prompt has come. Raises ValueError if it is there already."""
 
-    def begin(self, request_id: int, num_left: float, now_s: float) -> None:
+    def begin(self, request_id: int, num_left: float) -> None:
         """Note that the engine has begun with a prompt, and how much of it is left; ignore one that is gone."""
 
     def expect(self, request_id: int, num_left: float, num_coming: float) -> None:
         """Note how much is left of a prompt that waits; ignore one that has begun or is gone."""
 
-    def remove(self, request_id: int, now_s: float) -> None:
+    def remove(self, request_id: int) -> None:
         """Forget a prompt; ignore one that is gone."""
 
     def find(self, request_id: int) -> QueuedPrompt | None: ...
-    def advance(self, now_s: float) -> None:
-        """Credit the time since the last call to the prompt that the engine computes."""
+    def advance(self, now_s: float, pace: PromptPace | None) -> None:
+        """Credit the time since the last call to the prompts that the engine computes, one after the other.
+
+        Who goes first gets what is left of its own, and the next one the rest. Without a pace nobody gets any.
+        """
 
     is_empty: Final[bool]
     has_begun: Final[bool]

@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kRecent = 512;
 constexpr double kMaxOvertakingPart = 0.9;
+constexpr double kNoTime = 1e-9;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The lane of `hrrn`: prompts of one lane, whose lengths are within a factor of two, keep the order in which they came.
@@ -26,11 +27,10 @@ int lane_of(double num_left) {
 // not at all. That happens after the first `t` seconds for which the new prompt's ratio, `(begins_s + t) / own_left`,
 // is as high as its own, `(waited_s + begins_s + t) / (num_left - speed * t)`. It must stay so for a whole step, since
 // ratios are compared between steps only.
-double part_computed(double num_left, double service_s, double waited_s, double begins_s, double own_left,
+double part_computed(double num_left, double service_s, double speed, double waited_s, double begins_s, double own_left,
                      double step_s) {
     num_left = std::max(num_left, 1e-9);
     service_s = std::max(service_s, 1e-9);
-    const double speed = num_left / service_s;
     const double linear = num_left - own_left - begins_s * speed;
     const double constant = own_left * (waited_s + begins_s) - begins_s * num_left;
     const double discriminant = linear * linear - 4 * speed * constant;
@@ -53,6 +53,17 @@ double PromptPace::computing_s(const QueuedPrompt& prompt) const {
     return work_s(prompt) + std::ceil(steps(prompt) - 1e-9) * overhead_s;
 }
 
+// The first token takes `first_s`, and each one `more_s` more than the one before it.
+Progress PromptPace::progress(const QueuedPrompt& prompt, double done_s) const {
+    const bool fills_time = work_s(prompt) / spare_s > prompt.num_computed() / budget;
+    const double stretch = fills_time ? 1 + overhead_s / spare_s : 1;
+    const double more_s = pair_s * stretch;
+    const double first_s = token_s * stretch + more_s * (prompt.num_tokens - prompt.num_computed()) +
+                           (fills_time ? 0 : overhead_s / budget);
+    const double next_s = std::sqrt(first_s * first_s + 2 * more_s * done_s);
+    return {2 * done_s / std::max(first_s + next_s, kNoTime), 1 / std::max(next_s, kNoTime)};
+}
+
 size_t PromptQueue::index_of(RequestId id) const {
     return static_cast<size_t>(std::ranges::lower_bound(entries_, id, {}, &Entry::id) - entries_.begin());
 }
@@ -72,9 +83,8 @@ void PromptQueue::add(RequestId id, const QueuedPrompt& prompt) {
     ++num_added_;
 }
 
-void PromptQueue::begin(RequestId id, double num_left, double now_s) {
+void PromptQueue::begin(RequestId id, double num_left) {
     if (!contains(id)) return;
-    advance(now_s);
     QueuedPrompt& prompt = entries_[index_of(id)].prompt;
     prompt.num_left = num_left;
     prompt.num_coming = 0;
@@ -90,9 +100,8 @@ void PromptQueue::expect(RequestId id, double num_left, double num_coming) {
     prompt.num_coming = num_coming;
 }
 
-void PromptQueue::remove(RequestId id, double now_s) {
+void PromptQueue::remove(RequestId id) {
     if (!contains(id)) return;
-    advance(now_s);
     std::erase(begun_, id);
     entries_.erase(entries_.begin() + static_cast<ptrdiff_t>(index_of(id)));
 }
@@ -101,26 +110,43 @@ std::optional<QueuedPrompt> PromptQueue::find(RequestId id) const {
     return contains(id) ? std::optional(entries_[index_of(id)].prompt) : std::nullopt;
 }
 
-void PromptQueue::advance(double now_s) {
-    const double elapsed_s = now_s - advanced_s_;
+void PromptQueue::advance(double now_s, const PromptPace* pace) {
+    double elapsed_s = now_s - advanced_s_;
     advanced_s_ = now_s;
-    if (!begun_.empty()) entries_[index_of(head(now_s))].prompt.done_s += elapsed_s;
+    while (pace && elapsed_s > 0) {
+        QueuedPrompt* first = head(now_s, *pace);
+        if (!first) return;
+        const double taken_s = std::min(elapsed_s, rest_of(*first, *pace).service_s);
+        first->done_s += taken_s;
+        elapsed_s -= taken_s;
+    }
 }
 
 bool PromptQueue::interrupts() const {
     return policy_ != SchedulingPolicy::kFcfs && policy_ != SchedulingPolicy::kPriority;
 }
 
-// The prompt that goes first of those that have begun.
-RequestId PromptQueue::head(double now_s) const {
-    const auto place = [&](RequestId id) {
-        const QueuedPrompt& prompt = entries_[index_of(id)].prompt;
-        double rank = (prompt.arrived_s - now_s) / prompt.num_left;
+// The prompt that goes first of those that have begun and are not yet computed; null if none is.
+QueuedPrompt* PromptQueue::head(double now_s, const PromptPace& pace) {
+    const auto place = [&](const QueuedPrompt& prompt, double num_left) {
+        double rank = (prompt.arrived_s - now_s) / num_left;
         if (policy_ == SchedulingPolicy::kDeadline) rank = prompt.deadline_s;
-        if (policy_ == SchedulingPolicy::kSpf) rank = prompt.num_left;
+        if (policy_ == SchedulingPolicy::kSpf) rank = num_left;
         return std::tuple(prompt.priority, rank);
     };
-    return interrupts() ? *std::ranges::min_element(begun_, {}, place) : begun_.front();
+    QueuedPrompt* first = nullptr;
+    std::tuple<int64_t, double> least;
+    for (RequestId id : begun_) {
+        QueuedPrompt& prompt = entries_[index_of(id)].prompt;
+        const Rest rest = rest_of(prompt, pace);
+        if (rest.service_s <= kNoTime) continue;
+        if (!interrupts()) return &prompt;
+        const auto own = place(prompt, rest.num_left);
+        if (first && own >= least) continue;
+        first = &prompt;
+        least = own;
+    }
+    return first;
 }
 
 double PromptQueue::end_of_class(int64_t priority) const {
@@ -156,12 +182,15 @@ WorkAhead PromptQueue::ahead_of(const QueuedPrompt& prompt, const PromptPace& pa
 std::vector<PromptQueue::Rest> PromptQueue::rests(const PromptPace& pace) const {
     std::vector<Rest> rests;
     rests.reserve(entries_.size());
-    for (const auto& [id, prompt] : entries_) {
-        const double service_s = pace.service_s(prompt);
-        const double part = 1 - std::min(prompt.done_s / std::max(service_s, 1e-9), 1.0);
-        rests.push_back({prompt.num_left * part, service_s * part, part, 0.0});
-    }
+    for (const Entry& entry : entries_) rests.push_back(rest_of(entry.prompt, pace));
     return rests;
+}
+
+PromptQueue::Rest PromptQueue::rest_of(const QueuedPrompt& prompt, const PromptPace& pace) const {
+    const double service_s = pace.service_s(prompt);
+    const double part = 1 - std::min(prompt.done_s / std::max(service_s, kNoTime), 1.0);
+    const Progress progress = pace.progress(prompt, std::min(prompt.done_s, service_s));
+    return {prompt.num_left - progress.num_tokens, service_s * part, progress.tokens_per_s, part, 0.0};
 }
 
 // Sets what is computed before the prompt.
@@ -210,7 +239,8 @@ void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& p
     const auto goes_first = [&](size_t i) {  // whether it is computed to its end
         Rest& rest = rests[i];
         const double waited_s = now_s - entries_[i].prompt.arrived_s;
-        rest.before = part_computed(rest.num_left, rest.service_s, waited_s, begins_s, prompt.num_left, step_s);
+        rest.before = part_computed(rest.num_left, rest.service_s, rest.tokens_per_s, waited_s, begins_s,
+                                    prompt.num_left, step_s);
         begins_s += rest.service_s;
         return rest.before == 1;
     };

@@ -28,6 +28,11 @@ struct QueuedPrompt {
     double pairs() const { return num_computed() * (num_tokens - 0.5 * num_computed()); }
 };
 
+// How many tokens of a prompt are computed, and how many more per second: ever fewer, since they look back on more.
+struct Progress {
+    double num_tokens, tokens_per_s;
+};
+
 // The speed at which prompts are computed beside the answers that go on.
 struct PromptPace {
     double token_s;
@@ -47,6 +52,8 @@ struct PromptPace {
     double service_s(const QueuedPrompt& prompt) const { return work_s(prompt) + steps(prompt) * overhead_s; }
     // How long a prompt takes that nothing interrupts.
     double computing_s(const QueuedPrompt& prompt) const;
+    // How far a prompt is that has shared its steps with others for so long.
+    Progress progress(const QueuedPrompt& prompt, double done_s) const;
 };
 
 // The work on the prompts ahead of one that arrives and behind it, in steps and in seconds beside their overhead.
@@ -65,15 +72,16 @@ class PromptQueue {
     // Throws std::invalid_argument if the id is there.
     void add(RequestId id, const QueuedPrompt& prompt);
     // Notes that the engine has begun with a prompt, and how much of it is left.
-    void begin(RequestId id, double num_left, double now_s);
+    void begin(RequestId id, double num_left);
     // Notes how much is left of a prompt that waits, once another one has begun that begins like it.
     void expect(RequestId id, double num_left, double num_coming);
-    void remove(RequestId id, double now_s);
+    void remove(RequestId id);
     std::optional<QueuedPrompt> find(RequestId id) const;
     bool empty() const { return entries_.empty(); }
     bool has_begun() const { return !begun_.empty(); }
-    // Credits the time since the last call to the prompt that the engine computes.
-    void advance(double now_s);
+    // Credits the time since the last call to the prompts that the engine computes, one after the other: who goes first
+    // gets what is left of its own, and the next one the rest. Without a pace nobody gets any.
+    void advance(double now_s, const PromptPace* pace);
 
     // What is ahead of a prompt that arrives now.
     WorkAhead ahead_of(const QueuedPrompt& prompt, const PromptPace& pace) const;
@@ -89,13 +97,14 @@ class PromptQueue {
     };
     // The rest of an entry, and the part of it that is computed before a prompt that arrives.
     struct Rest {
-        double num_left, service_s, part, before;
+        double num_left, service_s, tokens_per_s, part, before;
     };
 
     size_t index_of(RequestId id) const;  // the place in `entries_`, or the one where it would be
     bool contains(RequestId id) const;
     bool interrupts() const;
-    RequestId head(double now_s) const;
+    QueuedPrompt* head(double now_s, const PromptPace& pace);
+    Rest rest_of(const QueuedPrompt& prompt, const PromptPace& pace) const;
     std::vector<Rest> rests(const PromptPace& pace) const;
     void order(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const;
     void order_by_ratio(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const;

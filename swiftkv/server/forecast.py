@@ -142,7 +142,8 @@ class EngineForecast:
         """Note that the engine has begun with a sequence, and what it found of it in the cache."""
         queued = self._queue.find(request_id)
         if queued is not None:
-            self._queue.begin(request_id, _num_left(int(queued.num_tokens), num_cached), now_s)
+            self._advance(now_s)
+            self._queue.begin(request_id, _num_left(int(queued.num_tokens), num_cached))
 
     def expect(self, request_id: int, num_cached: int, num_coming: int) -> None:
         """Note that a prompt which waits is expected to be found in the cache as far as this, and later further."""
@@ -158,7 +159,8 @@ class EngineForecast:
         if answer is None:
             queued = self._queue.find(request_id)
             assert queued is not None, "a sequence comes before its token"
-            self._queue.remove(request_id, now_s)
+            self._advance(now_s)
+            self._queue.remove(request_id)
             answer = _Answer(int(queued.num_tokens), int(queued.num_left), queued.priority)
             self._answers[request_id] = answer
             self._context += answer.context
@@ -185,7 +187,8 @@ class EngineForecast:
             self.longest_context = max(self.longest_context, answer.context)
             self._answer_tokens += (answer.num_tokens - self._answer_tokens) / _RECENT_ANSWERS
         else:
-            self._queue.remove(request_id, now_s)
+            self._advance(now_s)
+            self._queue.remove(request_id)
 
     # ---- prospects ----
 
@@ -204,7 +207,7 @@ class EngineForecast:
         """Return the prospects of a prompt that arrives now; `None` while nobody knows how long steps take."""
         if not self._costs:
             return None
-        self._queue.advance(now_s)
+        self._advance(now_s)
         pace, own = self._pace(), self._queued(prompt, now_s)
         ahead = self._queue.ahead_of(own, pace)
         own_s = pace.work_s(own)
@@ -234,6 +237,9 @@ class EngineForecast:
             flow_weight=prompt.flow_weight,
             num_coming=min(prompt.num_coming, prompt.num_left - 1),
         )
+
+    def _advance(self, now_s: float) -> None:
+        self._queue.advance(now_s, self._pace() if self._costs else None)
 
     def _note_step(self, now_s: float) -> None:
         if now_s <= self._last_step_s:

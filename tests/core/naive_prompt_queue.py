@@ -57,6 +57,22 @@ class Pace:
     def service_s(self, prompt: Prompt) -> float:
         return self.work_s(prompt) + self.steps(prompt) * self.overhead_s
 
+    def computed_s(self, prompt: Prompt, num_tokens: float) -> float:
+        """Return how long the first `num_tokens` of a prompt take that are to be computed."""
+        cached = prompt.num_tokens - prompt.num_computed
+        work_s = self.token_s * num_tokens + self.pair_s * num_tokens * (cached + num_tokens / 2)
+        if self.work_s(prompt) / self.spare_s > prompt.num_computed / self.budget:
+            return work_s * (1 + self.overhead_s / self.spare_s)
+        return work_s + num_tokens / self.budget * self.overhead_s
+
+    def num_computed(self, prompt: Prompt, done_s: float) -> float:
+        """Return how many tokens are computed after so long."""
+        low, high = 0.0, float(prompt.num_computed)
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.computed_s(prompt, middle) < done_s else (low, middle)
+        return low
+
 
 @dataclass
 class Rest:
@@ -66,6 +82,7 @@ class Rest:
     part: float
     num_left: float
     service_s: float
+    tokens_per_s: float
     before: float = 0.0
 
 
@@ -81,8 +98,7 @@ class NaivePromptQueue:
         self.prompts[request_id] = prompt
         self.latest = [*self.latest, replace(prompt)][-RECENT:]
 
-    def begin(self, request_id: int, num_left: int, now_s: float) -> None:
-        self.advance(now_s)
+    def begin(self, request_id: int, num_left: int) -> None:
         prompt = self.prompts[request_id]
         prompt.num_left, prompt.num_coming, prompt.has_begun = num_left, 0, True
         if request_id not in self.begun:
@@ -93,24 +109,29 @@ class NaivePromptQueue:
         if not prompt.has_begun:
             prompt.num_left, prompt.num_coming = num_left, num_coming
 
-    def remove(self, request_id: int, now_s: float) -> None:
-        self.advance(now_s)
+    def remove(self, request_id: int) -> None:
         del self.prompts[request_id]
         if request_id in self.begun:
             self.begun.remove(request_id)
 
-    def advance(self, now_s: float) -> None:
+    def advance(self, now_s: float, pace: Pace | None) -> None:
         elapsed_s, self.advanced_s = now_s - self.advanced_s, now_s
-        if self.begun:
-            self.prompts[self.head(now_s)].done_s += elapsed_s
+        if pace is None:
+            return
+        for rest in self.in_turn(now_s, pace):
+            taken_s = min(elapsed_s, rest.service_s)
+            rest.prompt.done_s += taken_s
+            elapsed_s -= taken_s
 
-    def head(self, now_s: float) -> int:
-        def place(request_id: int) -> tuple[float, float]:
-            prompt = self.prompts[request_id]
-            ranks = {"spf": prompt.num_left, "deadline": prompt.deadline_s}
-            return prompt.priority, ranks.get(self.policy, (prompt.arrived_s - now_s) / prompt.num_left)
+    def in_turn(self, now_s: float, pace: Pace) -> list[Rest]:
+        def place(rest: Rest) -> tuple[float, float]:
+            ranks = {"spf": rest.num_left, "deadline": rest.prompt.deadline_s}
+            ratio = (now_s - rest.prompt.arrived_s) / rest.num_left
+            return rest.prompt.priority, ranks.get(self.policy, -ratio)
 
-        return self.begun[0] if self.policy in ("fcfs", "priority") else min(self.begun, key=place)
+        rests = [self.rest_of(self.prompts[request_id], pace) for request_id in self.begun]
+        rests = [rest for rest in rests if rest.service_s > 1e-9]
+        return rests if self.policy in ("fcfs", "priority") else sorted(rests, key=place)
 
     def end_of_class(self, priority: int) -> float:
         if self.policy == "fcfs":
@@ -140,8 +161,11 @@ class NaivePromptQueue:
         )
 
     def rest_of(self, prompt: Prompt, pace: Pace) -> Rest:
-        part = 1 - min(prompt.done_s / max(pace.service_s(prompt), 1e-9), 1)
-        return Rest(prompt, part, prompt.num_left * part, pace.service_s(prompt) * part)
+        service_s = pace.service_s(prompt)
+        done_s = min(prompt.done_s, service_s)
+        computed = pace.num_computed(prompt, done_s)
+        tokens_per_s = 1 / (pace.computed_s(prompt, computed + 0.5) - pace.computed_s(prompt, computed - 0.5))
+        return Rest(prompt, 1 - done_s / service_s, prompt.num_left - computed, service_s - done_s, tokens_per_s)
 
     def is_ahead(self, rest: Rest, new: Prompt) -> bool:
         prompt = rest.prompt
@@ -220,7 +244,7 @@ def part_computed(rest: Rest, new: Prompt, begins_s: float, step_s: float) -> fl
     The first `t` solves `(begins_s + t) / new.num_left = (waited_s + begins_s + t) / (num_left - speed * t)`.
     """
     num_left, service_s = max(rest.num_left, 1e-9), max(rest.service_s, 1e-9)
-    speed = num_left / service_s
+    speed = rest.tokens_per_s
     linear = num_left - new.num_left - begins_s * speed
     constant = new.num_left * (new.arrived_s - rest.prompt.arrived_s + begins_s) - begins_s * num_left
     discriminant = linear**2 - 4 * speed * constant

@@ -79,9 +79,10 @@ class Histories:
 
     def event(self, request_id: int, most: int) -> None:
         self.now_s += float(self.rng.exponential(0.2))
-        if self.rng.random() < 0.3:  # beginnings and ends tell the time as well
-            self.queue.advance(self.now_s)
-            self.naive.advance(self.now_s)
+        if self.rng.random() < 0.7:
+            pace, naive_pace = pace_of(self.rng) if self.rng.random() < 0.9 else (None, None)
+            self.queue.advance(self.now_s, pace)
+            self.naive.advance(self.now_s, naive_pace)
         if not self.naive.prompts or (len(self.naive.prompts) < most and self.rng.random() < 0.6):
             prompt = self.prompt()
             self.queue.add(request_id, queued(prompt))
@@ -91,14 +92,14 @@ class Histories:
         kind = self.rng.random()
         num_left, num_coming = self.left_of(self.naive.prompts[chosen].num_tokens)
         if kind < 0.4:
-            self.queue.begin(chosen, num_left, self.now_s)
-            self.naive.begin(chosen, num_left, self.now_s)
+            self.queue.begin(chosen, num_left)
+            self.naive.begin(chosen, num_left)
         elif kind < 0.6:
             self.queue.expect(chosen, num_left, num_coming)
             self.naive.expect(chosen, num_left, num_coming)
         else:
-            self.queue.remove(chosen, self.now_s)
-            self.naive.remove(chosen, self.now_s)
+            self.queue.remove(chosen)
+            self.naive.remove(chosen)
 
     def compare(self) -> None:
         pace, naive_pace = pace_of(self.rng)
@@ -137,9 +138,9 @@ def test_ids_that_are_gone_are_ignored_and_none_comes_twice() -> None:
     queue.add(3, prompt)
     with pytest.raises(ValueError, match="there already"):
         queue.add(3, prompt)
-    queue.remove(3, 1.0)
-    queue.remove(3, 1.0)
-    queue.begin(3, 5, 1.0)
+    queue.remove(3)
+    queue.remove(3)
+    queue.begin(3, 5)
     queue.expect(3, 5, 0)
     assert queue.find(3) is None
     assert queue.is_empty

@@ -720,7 +720,12 @@ MUTANTS = [
     one("nobody probes", POLICY, "kProbeBlocks = 4;", "kProbeBlocks = 400;"),
     one("long prompts begin together", POLICY, "(!is_long_one || num_long <", "(true || num_long <"),
     # The forecast's queue of prompts.
-    one("the prompt that began last is computed", PROMPT_QUEUE, ": begun_.front();", ": begun_.back();"),
+    one(
+        "the prompt that began last is computed",
+        PROMPT_QUEUE,
+        "if (!interrupts()) return &prompt;",
+        "if (!interrupts()) {\n            first = &prompt;\n            continue;\n        }",
+    ),
     one(
         "prompts are kept in the order in which they come",
         PROMPT_QUEUE,
@@ -734,22 +739,28 @@ MUTANTS = [
         "latest_.size() <= kRecent",
     ),
     one(
-        "the time before a prompt begins is its own",
+        "who goes first gets all time, also beyond its own",
         PROMPT_QUEUE,
-        "    advance(now_s);\n    QueuedPrompt& prompt = entries_[index_of(id)].prompt;",
-        "    QueuedPrompt& prompt = entries_[index_of(id)].prompt;",
+        "std::min(elapsed_s, rest_of(*first, *pace).service_s);",
+        "elapsed_s;",
     ),
     one(
-        "the time of a prompt that ends is another's",
+        "who goes first is chosen by its whole length",
         PROMPT_QUEUE,
-        "    advance(now_s);\n    std::erase(begun_, id);",
-        "    std::erase(begun_, id);\n    advance(now_s);",
+        "place(prompt, rest.num_left);",
+        "place(prompt, prompt.num_left);",
+    ),
+    one(
+        "time that nobody could know of is credited later",
+        PROMPT_QUEUE,
+        "    advanced_s_ = now_s;\n",
+        "    if (pace) advanced_s_ = now_s;\n",
     ),
     one(
         "a prompt that takes longer than expected gives time back",
         PROMPT_QUEUE,
-        "1 - std::min(prompt.done_s / std::max(service_s, 1e-9), 1.0);",
-        "1 - prompt.done_s / std::max(service_s, 1e-9);",
+        "1 - std::min(prompt.done_s / std::max(service_s, kNoTime), 1.0);",
+        "1 - prompt.done_s / std::max(service_s, kNoTime);",
     ),
     one(
         "a class reaches into the next one",
