@@ -134,6 +134,8 @@ class KvCache {
     bool is_indexed(const BlockTable& table) const;
     // How many of the first keys the index knows, whether or not they are of use; `before`: how many it was before.
     int count_known(std::span<const BlockKey> keys, int before) const;
+    // The keys that the index has got to know since the last call; some may be gone again, and of thousands the first.
+    std::vector<BlockKey> take_news() { return index_.take_news(); }
     // Whether any block is loading.
     bool has_loading() const;
     // Whether such a prefix has blocks that are loading: a request that wants it waits until they are there.

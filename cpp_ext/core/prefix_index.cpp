@@ -29,6 +29,7 @@ NodeId PrefixIndex::find_or_insert(const BlockKey& key) {
     NodeId& head = buckets_[bucket(key)];
     nodes_[node] = {key, head};
     head = node;
+    if (news_.size() < kMaxNews) news_.push_back(key);
     return node;
 }
 

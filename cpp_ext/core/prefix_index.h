@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "../common/check.h"
@@ -19,6 +20,8 @@ class PrefixIndex {
     NodeId find(const BlockKey& key) const;
     NodeId find_or_insert(const BlockKey& key);
     void erase(NodeId node);  // which holds no block any more
+    // The keys that were inserted since the last call, at most kMaxNews of them, the first ones.
+    std::vector<BlockKey> take_news() { return std::exchange(news_, {}); }
     // Calls visit(i, node) for i = 0, 1, … with find(keys[i]) until it returns false. Hides memory latency.
     template <class Visit>
     void find_each(std::span<const BlockKey> keys, Visit&& visit) const;
@@ -36,6 +39,8 @@ class PrefixIndex {
     void for_each(Visit&& visit) const;
 
   private:
+    static constexpr size_t kMaxNews = 4096;
+
     struct Node {
         BlockKey key;
         NodeId next;  // in the same bucket; in the list of free nodes if it is one
@@ -55,6 +60,7 @@ class PrefixIndex {
     std::vector<Node> nodes_;
     std::vector<BlockId> blocks_;  // [node][group]
     NodeId free_nodes_ = kNone;
+    std::vector<BlockKey> news_;
 };
 
 inline NodeId PrefixIndex::find_in(NodeId node, const BlockKey& key) const {

@@ -21,6 +21,8 @@ class Roster {
     Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, FairShare& shares, int max_num_seqs);
 
     const WaitingQueue& waiting() const { return waiting_; }
+    // Tells those that wait what the prefix cache has got to know.
+    void note_cached() { waiting_.note_cached(cache_.take_news()); }
     // Looks up again what the prefix cache has of those that may be next.
     void refresh_waiting() { waiting_.refresh(); }
     const std::vector<Request*>& running() const { return running_; }  // in Policy::Order

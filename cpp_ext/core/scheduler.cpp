@@ -129,6 +129,7 @@ void Scheduler::fill(StepBuilder& step) {
     const int num_before = roster_.num_preempted();
     // Whether a request left for want of blocks. A displaced one does not count: another takes its blocks.
     const auto has_preempted = [&] { return roster_.num_preempted() - step.num_displaced() > num_before; };
+    roster_.note_cached();
     if (step.may_seat()) roster_.refresh_waiting();
     step.admit_oversized_prompt();
     step.schedule_decodes();

@@ -12,7 +12,7 @@ namespace swiftkv {
 
 namespace {
 
-constexpr int kMaxMoves = 64;  // of one refresh: when a prefix is cached, all may move that have it
+constexpr int kMaxMoves = 64;  // at once: when a prefix is cached, all may move that have it
 constexpr int kBeforeAll = std::numeric_limits<int>::min(), kBehindAll = std::numeric_limits<int>::max();
 
 }  // namespace
@@ -38,7 +38,7 @@ void WaitingQueue::begin_waiting(const Request& r) {
 void WaitingQueue::add(Request& r) {
     if (shares_.is_shared()) begin_waiting(r);
     r.num_expected = 0;
-    look_up(r);
+    r.num_expected = num_known(r) * cache_.block_size();
     insert(r);
     ++size_;
 }
@@ -54,12 +54,14 @@ void WaitingQueue::insert(Request& r) {
     r.lane = order_.lane(r);
     r.rank = order_.rank(r);
     lanes_[{r.priority, r.flow, r.lane}].insert(&r);
+    if (const auto next = awaiting(r)) awaiting_.insert(*next);
 }
 
 void WaitingQueue::erase(Request& r) {
     const auto found = lanes_.find({r.priority, r.flow, r.lane});
     ensure(found != lanes_.end() && found->second.erase(&r) == 1, "a request that stops waiting waited");
     if (found->second.empty()) lanes_.erase(found);
+    if (const auto next = awaiting(r)) awaiting_.erase(*next);
 }
 
 bool WaitingQueue::contains(Request& r) const {
@@ -67,13 +69,42 @@ bool WaitingQueue::contains(Request& r) const {
     return found != lanes_.end() && found->second.count(&r) > 0;
 }
 
-// Returns whether it finds another length than before.
-bool WaitingQueue::look_up(Request& r) const {
-    if (!order_.is_by_length() || r.skip_prefix_match) return false;
-    const int size = cache_.block_size(), before = r.num_expected / size;
-    const int known = cache_.count_known(std::span(r.keys).first(r.max_match_blocks(size)), before);
+// How many blocks of a request's beginning are cached, if that counts.
+int WaitingQueue::num_known(const Request& r) const {
+    if (!order_.is_by_length() || r.skip_prefix_match) return 0;
+    const int size = cache_.block_size();
+    return cache_.count_known(std::span(r.keys).first(r.max_match_blocks(size)), r.num_expected / size);
+}
+
+std::optional<WaitingQueue::Awaiting> WaitingQueue::awaiting(Request& r) const {
+    if (!order_.is_by_length() || r.skip_prefix_match) return std::nullopt;
+    const int size = cache_.block_size(), known = r.num_expected / size;
+    if (known == r.max_match_blocks(size)) return std::nullopt;
+    return Awaiting{r.keys[known], r.arrival, &r};
+}
+
+// Looks up again what is cached of a request. Returns whether that is another length than before.
+bool WaitingQueue::refresh(Request& r) {
+    const int size = cache_.block_size(), known = num_known(r);
+    if (known == r.num_expected / size) return false;
+    erase(r);
     r.num_expected = known * size;
-    return known != before;
+    insert(r);
+    return true;
+}
+
+void WaitingQueue::note_cached(std::span<const BlockKey> keys) {
+    if (awaiting_.empty()) return news_.clear();
+    news_.insert(news_.end(), keys.begin(), keys.end());
+    int num_moves = 0;
+    for (; !news_.empty(); news_.pop_front()) {
+        auto it = awaiting_.lower_bound({news_.front(), 0, nullptr});
+        while (it != awaiting_.end() && it->key == news_.front()) {
+            if (num_moves == kMaxMoves) return;
+            Request& request = *(it++)->request;
+            num_moves += refresh(request);
+        }
+    }
 }
 
 void WaitingQueue::refresh() {
@@ -87,10 +118,7 @@ void WaitingQueue::refresh() {
         while (num_moves < kMaxMoves) {
             const auto lane = lanes_.find(key);
             if (lane == lanes_.end()) break;
-            Request& first = **lane->second.begin();
-            if (!look_up(first)) break;
-            erase(first);
-            insert(first);
+            if (!refresh(**lane->second.begin())) break;
             ++num_moves;
         }
     }
@@ -152,15 +180,19 @@ Request* WaitingQueue::Cursor::next() {
 }
 
 void WaitingQueue::check() const {
-    size_t count = 0;
+    size_t count = 0, num_awaiting = 0;
     for (const auto& [key, lane] : lanes_) {
         check_that(!lane.empty(), "a lane has requests");
-        for (const Request* r : lane) {
+        for (Request* r : lane) {
             check_that(key == Key(r->priority, r->flow, order_.lane(*r)) && r->rank == order_.rank(*r),
                        "a waiting request is in its lane");
             ++count;
+            const auto next = awaiting(*r);
+            num_awaiting += next.has_value();
+            check_that(!next || awaiting_.contains(*next), "a waiting request is known by the key that it awaits");
         }
     }
+    check_that(num_awaiting == awaiting_.size(), "nobody else awaits a key");
     check_that(count == size_, "waiting requests are counted");
 }
 

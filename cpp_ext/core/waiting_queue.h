@@ -1,9 +1,13 @@
 // The requests that wait, in an order that may change as they wait.
 #pragma once
 
+#include <compare>
+#include <deque>
 #include <limits>
 #include <map>
+#include <optional>
 #include <set>
+#include <span>
 #include <tuple>
 #include <vector>
 
@@ -50,9 +54,12 @@ class WaitingQueue {
     size_t size() const { return size_; }
     int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // only while somebody waits
     bool contains(Request& request) const;
-    // Looks up again what the prefix cache has of the requests that may be next, and moves them to where they belong.
-    // These are the first of each lane with the first priority, a few dozen at most. Does nothing where the order does
-    // not compare lengths.
+    // Moves requests to where they belong whose prompts go on with blocks that have come to be cached. Where thousands
+    // do, it moves some of them, and the others with the next calls. Only where the order compares lengths.
+    void note_cached(std::span<const BlockKey> keys);
+    // Looks up again what the prefix cache has of the requests that may be next, which may have become less, and moves
+    // them to where they belong. These are the first of each lane with the first priority, a few dozen at most. Does
+    // nothing where the order does not compare lengths.
     void refresh();
     Cursor in_order(double now_s) const { return Cursor(*this, now_s); }
     // All of them, lane by lane.
@@ -66,17 +73,28 @@ class WaitingQueue {
     };
     using Lane = std::set<Request*, Earlier>;
     using Key = std::tuple<int64_t, int, int>;  // priority, flow, lane
+    // A request that would find more in the cache if it knew this key.
+    struct Awaiting {
+        BlockKey key;
+        uint64_t arrival;
+        Request* request;
+        auto operator<=>(const Awaiting&) const = default;
+    };
 
     void insert(Request& request);
     void erase(Request& request);
     void begin_waiting(const Request& request);
-    bool look_up(Request& request) const;
+    int num_known(const Request& request) const;
+    bool refresh(Request& request);
+    std::optional<Awaiting> awaiting(Request& request) const;
     Request* behind(Request& request) const;
 
     const KvCache& cache_;
     const AdmissionOrder& order_;
     FairShare& shares_;
     std::map<Key, Lane> lanes_;  // none is empty
+    std::set<Awaiting> awaiting_;
+    std::deque<BlockKey> news_;  // keys that have come to be cached, and some may not have been told
     size_t size_ = 0;
     int last_flow_ = 0;  // of which a request left the queue
 };

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from swiftkv._core import PromptPace, PromptQueue, QueuedPrompt, WorkAhead
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.server.forecast_errors import ForecastErrors
+from swiftkv.server.sent_prefixes import Found, SentPrefixes
 
 _USUAL_ANSWER_TOKENS = 128.0  # until some have ended
 _RECENT_ANSWERS = 32
@@ -110,6 +111,8 @@ class EngineForecast:
         """The tokens that the engine's memory holds, once they are known."""
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
+        self.prefixes = SentPrefixes()
+        """The beginnings of the prompts that the engine was sent, once its memory is known."""
         may_be_overtaken = self._limits.policy in _INTERRUPTING
         self._errors = ForecastErrors(_PART_IN_TIME_OVERTAKEN if may_be_overtaken else _PART_IN_TIME_IN_ORDER)
         self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
@@ -144,13 +147,14 @@ class EngineForecast:
         if queued is not None:
             self._advance(now_s)
             self._queue.begin(request_id, _num_left(int(queued.num_tokens), num_cached))
+        for other_id, found in self.prefixes.begin(request_id).items():
+            self._expect(other_id, found)
 
-    def expect(self, request_id: int, num_cached: int, num_coming: int) -> None:
-        """Note that a prompt which waits is expected to be found in the cache as far as this, and later further."""
+    def _expect(self, request_id: int, found: Found) -> None:
         queued = self._queue.find(request_id)
         if queued is not None:
-            num_left = _num_left(int(queued.num_tokens), num_cached)
-            self._queue.expect(request_id, num_left, min(num_coming, num_left - 1))
+            num_left = _num_left(int(queued.num_tokens), found.num_cached)
+            self._queue.expect(request_id, num_left, min(found.num_coming, num_left - 1))
 
     def token(self, request_id: int, now_s: float) -> None:
         """Note that a sequence has got a token."""
@@ -180,6 +184,7 @@ class EngineForecast:
 
     def end(self, request_id: int, now_s: float) -> None:
         """Forget a sequence, however it ended."""
+        self.prefixes.end(request_id)
         self._forecasts.pop(request_id, None)
         answer = self._answers.pop(request_id, None)
         if answer is not None:

@@ -12,7 +12,7 @@ from swiftkv.server.forecast import EngineForecast, Forecast, ForecastLimits, Ne
 from swiftkv.server.last_starts import LastStarts
 from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.queued_prompts import MAX_RETRY_S, QueuedPrompts
-from swiftkv.server.sent_prefixes import Found, SentPrefixes
+from swiftkv.server.sent_prefixes import Found
 from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.tenants import ANYBODY, Sender
 
@@ -52,7 +52,6 @@ class Outlook:
         self._model = model
         self._metrics = metrics
         self._caches_prefixes = caches_prefixes
-        self._sent = SentPrefixes()
         self._last_prompt: tuple[bytes, str, list[bytes]] = (b"", "", [])
         self._has_storage = False
         self._num_without_targets = 0
@@ -63,9 +62,10 @@ class Outlook:
 
     def engine_up(self, ready: Ready) -> None:
         """Note that another engine serves: its cache is empty."""
-        self.forecast.pool_tokens = ready.num_blocks * ready.block_size
-        self._sent.clear()
-        self._sent.max_tokens = ready.num_blocks * ready.block_size if self._caches_prefixes else 0
+        pool_tokens = ready.num_blocks * ready.block_size
+        self.forecast.pool_tokens = pool_tokens
+        self.forecast.prefixes.clear()
+        self.forecast.prefixes.max_tokens = pool_tokens if self._caches_prefixes else 0
 
     def engine_down(self) -> None:
         """Make no forecasts until an engine tells how long its steps take."""
@@ -82,21 +82,18 @@ class Outlook:
 
     def sent(self, message: AddRequest, now_s: float, target_ttft_s: float | None = None) -> None:
         """Note that the engine was sent a sequence, which is to be refused if it cannot meet its target any more."""
-        pieces = self._pieces(message)
         request_id, num_tokens = message.request_id, len(message.prompt) // 4
+        found = self.forecast.prefixes.send(request_id, self._pieces(message))
         last_id, last_s = self._last_forecast or (None, None)
         forecast_s = last_s if last_id == request_id else None
-        self.forecast.add(request_id, self._prompt(message, pieces), now_s, forecast_s)
+        self.forecast.add(request_id, _new_prompt(message, found), now_s, forecast_s)
         if target_ttft_s is not None and not self._has_storage:  # a prompt that is loaded waits for less
             self._starts.add(request_id, now_s + target_ttft_s)
-        self._sent.send(request_id, pieces)
         self.queued.num_tokens += num_tokens
         self._waiting[request_id] = _Waiting(num_tokens, now_s, forecast_s, target_ttft_s)
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
         self.forecast.admitted(request_id, num_cached, now_s)
-        for other_id, found in self._sent.begin(request_id).items():
-            self.forecast.expect(other_id, found.num_cached, found.num_coming)
         self._starts.admitted(request_id, now_s)
 
     def token(self, request_id: int, now_s: float) -> None:
@@ -113,7 +110,6 @@ class Outlook:
     def ended(self, request_id: int, now_s: float) -> None:
         """Note that a sequence is over, however it ended."""
         self.forecast.end(request_id, now_s)
-        self._sent.end(request_id)
         self._starts.end(request_id)
         if waiting := self._waiting.pop(request_id, None):
             self.queued.num_tokens -= waiting.num_tokens
@@ -146,7 +142,8 @@ class Outlook:
             self._num_without_targets += 1
             if self._num_without_targets % _FORECAST_ONE_OF != 1:
                 return
-        forecast = self.forecast.of(self._prompt(message, self._pieces(message)), time.perf_counter())
+        found = self.forecast.prefixes.find(self._pieces(message))
+        forecast = self.forecast.of(_new_prompt(message, found), time.perf_counter())
         if forecast is not None:
             self._check(forecast, forecast.hopeful_ttft_s, targets, "about")
             self._last_forecast = message.request_id, forecast.ttft_s
@@ -195,16 +192,17 @@ class Outlook:
             retry_after_s=min(max(_LEAST_RETRY_S, retry_after_s), MAX_RETRY_S),
         )
 
-    def _prompt(self, message: AddRequest, pieces: list[bytes]) -> NewPrompt:
-        length = len(message.prompt) // 4
-        found = Found() if message.sampling.prompt_logprobs is not None else self._sent.find(pieces)
-        standing = (message.priority, message.target_ttft_s, message.flow, message.flow_weight)
-        return NewPrompt(length, found.num_cached, found.num_coming, *standing)
-
     def _pieces(self, message: AddRequest) -> list[bytes]:
         """Return the names of a prompt's beginnings; those of the last prompt are at hand: `n` sequences share one."""
         prompt, salt, pieces = self._last_prompt
         if message.prompt is not prompt or message.cache_salt != salt:
-            pieces = self._sent.pieces(message.prompt, message.cache_salt)
+            pieces = self.forecast.prefixes.pieces(message.prompt, message.cache_salt)
             self._last_prompt = message.prompt, message.cache_salt, pieces
         return pieces
+
+
+def _new_prompt(message: AddRequest, found: Found) -> NewPrompt:
+    if message.sampling.prompt_logprobs is not None:  # all of it is computed
+        found = Found()
+    standing = (message.priority, message.target_ttft_s, message.flow, message.flow_weight)
+    return NewPrompt(len(message.prompt) // 4, found.num_cached, found.num_coming, *standing)

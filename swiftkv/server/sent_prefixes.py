@@ -49,7 +49,7 @@ class SentPrefixes:
         # latest piece is the last.
         self._first: dict[bytes, int | None] = {}
         self._waiting: dict[int, _Waiting] = {}
-        self._waiting_for: dict[bytes, list[int]] = {}  # the prompts that begin like one that waits, by the first piece
+        self._waiting_for: dict[bytes, list[int]] = {}  # the prompts that wait, by their first piece that is not cached
 
     def pieces(self, prompt: bytes, salt: str) -> list[bytes]:
         """Return the names of a prompt's beginnings, of int32 token ids, one for each length that is remembered."""
@@ -60,7 +60,7 @@ class SentPrefixes:
         return [keys[start : start + _KEY_BYTES] for start in range(0, len(keys), _KEY_BYTES)]
 
     def find(self, pieces: Sequence[bytes], request_id: int = _NOBODY) -> Found:
-        """Return how much of a prompt was sent before by others, in whole pieces."""
+        """Return how much of a prompt was sent before, in whole pieces, by others than this request."""
         num_cached = 0
         while num_cached < len(pieces) and self._first.get(pieces[num_cached], _NOBODY) is None:
             num_cached += 1
@@ -69,37 +69,31 @@ class SentPrefixes:
             num_sent += 1
         return Found(num_cached * _PIECE_TOKENS, (num_sent - num_cached) * _PIECE_TOKENS)
 
-    def send(self, request_id: int, pieces: Sequence[bytes]) -> None:
-        """Remember a prompt that is sent, and waits from now on."""
+    def send(self, request_id: int, pieces: Sequence[bytes]) -> Found:
+        """Remember a prompt that is sent, and waits from now on. Return how much of it was sent before."""
         found = self.find(pieces)
         for piece in reversed(pieces):  # ends are forgotten first
             self._first[piece] = self._first.pop(piece, request_id)
         self._forget_old()
         num_cached = found.num_cached // _PIECE_TOKENS
-        self._waiting[request_id] = _Waiting(num_cached, pieces[num_cached:])
-        if found.num_coming:
-            self._waiting_for.setdefault(pieces[num_cached], []).append(request_id)
+        self._wait(request_id, _Waiting(num_cached, pieces[num_cached:]))
+        return found
 
     def begin(self, request_id: int) -> dict[int, Found]:
-        """Note that the engine has begun with a prompt. Return what is to be found now of those that wait for it."""
-        prompt = self._waiting.pop(request_id, None)
+        """Note that the engine has begun with a prompt. Return what is to be found now of others that wait."""
+        prompt = self._stop_waiting(request_id)
         freed: list[int] = []
         for piece in reversed(prompt.pieces if prompt else ()):
             self._first.pop(piece, None)
             self._first[piece] = None
             freed += self._waiting_for.pop(piece, ())
         self._forget_old()
-        return {each: self._find_again(each) for each in freed if each in self._waiting}
+        return {each: self._find_again(each) for each in freed}
 
     def end(self, request_id: int) -> None:
         """Forget a prompt that ends while it waits: nobody will find what it alone would have left."""
-        prompt = self._waiting.pop(request_id, None)
-        pieces = prompt.pieces if prompt else ()
-        if pieces and request_id in self._waiting_for.get(pieces[0], ()):
-            self._waiting_for[pieces[0]].remove(request_id)
-            if not self._waiting_for[pieces[0]]:
-                del self._waiting_for[pieces[0]]
-        for piece in pieces:
+        prompt = self._stop_waiting(request_id)
+        for piece in prompt.pieces if prompt else ():
             if self._first.get(piece) == request_id:
                 del self._first[piece]
 
@@ -113,12 +107,24 @@ class SentPrefixes:
         while len(self._first) * _PIECE_TOKENS > self.max_tokens:
             del self._first[next(iter(self._first))]
 
+    def _wait(self, request_id: int, prompt: _Waiting) -> None:
+        self._waiting[request_id] = prompt
+        if prompt.pieces:
+            self._waiting_for.setdefault(prompt.pieces[0], []).append(request_id)
+
+    def _stop_waiting(self, request_id: int) -> _Waiting | None:
+        prompt = self._waiting.pop(request_id, None)
+        if prompt is not None and prompt.pieces:
+            alike = self._waiting_for[prompt.pieces[0]]
+            alike.remove(request_id)
+            if not alike:
+                del self._waiting_for[prompt.pieces[0]]
+        return prompt
+
     def _find_again(self, request_id: int) -> Found:
         prompt = self._waiting[request_id]
         found = self.find(prompt.pieces, request_id)
         num_more = found.num_cached // _PIECE_TOKENS
-        num_cached_pieces = prompt.num_cached_pieces + num_more
-        self._waiting[request_id] = _Waiting(num_cached_pieces, prompt.pieces[num_more:])
-        if found.num_coming:
-            self._waiting_for.setdefault(prompt.pieces[num_more], []).append(request_id)
-        return Found(num_cached_pieces * _PIECE_TOKENS, found.num_coming)
+        prompt = _Waiting(prompt.num_cached_pieces + num_more, prompt.pieces[num_more:])
+        self._wait(request_id, prompt)
+        return Found(prompt.num_cached_pieces * _PIECE_TOKENS, found.num_coming)

@@ -351,19 +351,25 @@ class NaiveScheduler:
     def look_up(self, request: NaiveRequest) -> bool:
         """Note how many blocks of its begin the index knows, and return whether these are others than before."""
 
-        def is_known(i: int) -> bool:
-            prefix = request.prefix((i + 1) * self.setup.block_size)
-            return any(prefix in pool.holders or prefix in pool.loading for pool in self.pools)
-
         before = known = request.expected
         if self.is_by_length() and not request.skip_prefix_match:
-            while known < self.max_match(request) and is_known(known):
+            while known < self.max_match(request) and self.is_known(request, known):
                 known += 1
-            while known == before and known > 0 and not is_known(known - 1):
+            while known == before and known > 0 and not self.is_known(request, known - 1):
                 known = before = known - 1
         is_new = known != request.expected
         request.expected = known
         return is_new
+
+    def is_known(self, request: NaiveRequest, block: int) -> bool:
+        prefix = request.prefix((block + 1) * self.setup.block_size)
+        return any(prefix in pool.holders or prefix in pool.loading for pool in self.pools)
+
+    def note_cached(self) -> None:
+        """Look up those again of whose prompts more is cached than before."""
+        for request in self.waiting:
+            if request.expected < self.max_match(request) and self.is_known(request, request.expected):
+                self.look_up(request)
 
     def refresh_waiting(self) -> None:
         """Look up the first requests of the lanes of the first priority again."""
@@ -498,6 +504,7 @@ class NaiveScheduler:
         self.budget = self.setup.max_num_batched_tokens
         self.displaced: list[NaiveRequest] = []  # in this step
         self.num_begun_before = self.num_begun
+        self.note_cached()
         if any(map(self.may_seat, self.waiting)):
             self.refresh_waiting()
         if not self.setup.enable_chunked_prefill:

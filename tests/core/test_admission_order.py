@@ -90,6 +90,21 @@ def test_what_becomes_cached_while_a_request_waits_does_not_count_either() -> No
     assert finish_order(e)[4:] == [4, 5, 6]
 
 
+@pytest.mark.parametrize("policy", ["hrrn", "spf"])
+@pytest.mark.parametrize("num_alike", [1, 100])
+def test_prompts_go_first_whose_beginning_has_come_to_be_cached(policy: SchedulingPolicy, num_alike: int) -> None:
+    e = engine(policy, max_num_seqs=1)
+    e.add(0, prompt(60, 0), max_tokens=2)
+    e.step()
+    e.add(1, prompt(60, 1), max_tokens=1)
+    e.add(2, prompt(62, 2), max_tokens=1)  # the first of its lane, and looked up before each step
+    alike = range(3, 3 + num_alike)
+    for i in alike:
+        e.add(i, [*prompt(60, 1), i, i, i], max_tokens=1)
+    e.now_s = 1.0
+    assert finish_order(e) == [0, 1, *alike, 2]
+
+
 def test_a_short_prompt_goes_before_a_long_one_that_is_computed_in_part() -> None:
     e = engine("hrrn", max_num_seqs=4, max_num_batched_tokens=16)
     e.add(1, prompt(100, 1), max_tokens=1)

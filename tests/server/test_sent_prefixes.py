@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from itertools import count
 
 import numpy as np
@@ -85,7 +87,7 @@ def test_one_that_overtakes_leaves_what_others_waited_for() -> None:
     prefixes = with_room(10_000)
     for request_id in range(3):
         prefixes.send(request_id, prefixes.pieces(prompt(320, 160, first=0), ""))
-    assert prefixes.begin(2) == {1: Found(480)}
+    assert prefixes.begin(2) == {0: Found(480), 1: Found(480)}
     assert prefixes.begin(0) == {}
 
 
@@ -119,3 +121,41 @@ def test_a_prompt_that_was_forgotten_while_it_waited_is_in_the_cache_once_it_beg
     prefixes.begin(0)
     assert cached(prefixes, prompt(320)) == 320
     assert cached(prefixes, prompt(640, first=5)) == 320
+
+
+def covered(pieces: list[bytes], others: Iterable[list[bytes]]) -> int:
+    """Return how many of the first pieces are among those of others."""
+    known = {piece for other in others for piece in other}
+    return next((i for i, piece in enumerate(pieces) if piece not in known), len(pieces))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_waits_knows_at_any_time_how_much_of_it_others_have_begun_with(seed: int) -> None:
+    rng = random.Random(seed)
+    prefixes = with_room(1 << 40)
+    waiting: dict[int, list[bytes]] = {}
+    told: dict[int, Found] = {}
+    begun: list[list[bytes]] = []
+    for request_id in range(300):
+        if rng.random() < 0.6 or not waiting:
+            parts = [rng.randrange(2) for _ in range(rng.randrange(1, 6))]  # short, so that many begin alike
+            tokens = np.repeat(parts, rng.choice([16, 32])).astype("<i4").tobytes()
+            pieces = prefixes.pieces(tokens, "")
+            assert prefixes.find(pieces).num_coming == 16 * (covered(pieces, [*begun, *waiting.values()])) - (
+                16 * covered(pieces, begun)
+            )
+            told[request_id] = prefixes.send(request_id, pieces)
+            waiting[request_id] = pieces
+        elif rng.random() < 0.8:
+            begins = rng.choice(list(waiting))
+            begun.append(waiting.pop(begins))
+            told |= prefixes.begin(begins)
+        else:  # with all that begin like it: what they have in common is forgotten with the first
+            ends = rng.choice(list(waiting))
+            alike = [other for other, pieces in waiting.items() if pieces[0] == waiting[ends][0]]
+            for other in alike:
+                prefixes.end(other)
+                del waiting[other]
+        for other, pieces in waiting.items():
+            assert told[other].num_cached == 16 * covered(pieces, begun)
+            assert prefixes.find(pieces, other).num_cached == told[other].num_cached

@@ -6,7 +6,6 @@ from swiftkv._core import StepTime
 from swiftkv.bench.traces import Arrival
 from swiftkv.server.forecast import EngineForecast, Forecast, ForecastLimits, NewPrompt
 from swiftkv.server.last_starts import LastStarts
-from swiftkv.server.sent_prefixes import SentPrefixes
 from swiftkv.simulate.doors import OpenDoor, Target
 
 
@@ -31,25 +30,24 @@ class ForecastingDoor(OpenDoor):
         super().__init__(target_ttft_s)
         self.forecasts: dict[int, Forecast] = {}
         self._forecast = EngineForecast(limits)
-        self._forecast.pool_tokens = pool_tokens
+        self._forecast.pool_tokens = self._forecast.prefixes.max_tokens = pool_tokens
         self._forecast.learn(step_time.coefficients)
         self._starts = LastStarts(self._forecast)
         self.refused_waiting: set[int] = set()
-        self._sent = SentPrefixes()
-        self._sent.max_tokens = pool_tokens
         self._refuses = refuses
 
     def lets_in(self, request_id: int, arrival: Arrival, now_s: float) -> bool:
         target_s = self.target_ttft_s(arrival)
-        pieces = self._sent.pieces(arrival.prompt().astype("<i4").tobytes(), "")
-        found = self._sent.find(pieces)
+        prefixes = self._forecast.prefixes
+        pieces = prefixes.pieces(arrival.prompt().astype("<i4").tobytes(), "")
+        found = prefixes.find(pieces)
         new = NewPrompt(arrival.input_tokens, found.num_cached, found.num_coming, due_s=target_s, flow=arrival.flow)
         forecast = self.forecasts[request_id] = self.forecast_of(request_id, new, now_s)
         if self._refuses and forecast.hopeful_ttft_s > target_s:
             return False
         self._forecast.add(request_id, new, now_s, forecast.ttft_s)
         self._starts.add(request_id, now_s + target_s)
-        self._sent.send(request_id, pieces)
+        prefixes.send(request_id, pieces)
         return True
 
     def forecast_of(self, request_id: int, new: NewPrompt, now_s: float) -> Forecast:
@@ -59,8 +57,6 @@ class ForecastingDoor(OpenDoor):
 
     def begun(self, request_id: int, num_cached: int, now_s: float) -> None:
         self._forecast.admitted(request_id, num_cached, now_s)
-        for other_id, found in self._sent.begin(request_id).items():
-            self._forecast.expect(other_id, found.num_cached, found.num_coming)
         self._starts.admitted(request_id, now_s)
 
     def token(self, request_id: int, now_s: float) -> None:
@@ -69,7 +65,6 @@ class ForecastingDoor(OpenDoor):
 
     def ended(self, request_id: int, now_s: float) -> None:
         self._forecast.end(request_id, now_s)
-        self._sent.end(request_id)
         self._starts.end(request_id)
 
     def dropped(self, now_s: float) -> list[int]:
