@@ -172,8 +172,8 @@ class PromptPace:
     def work_s(self, prompt: QueuedPrompt) -> float:
         """Return the seconds that a prompt takes, without the overhead of its steps."""
 
-    def steps(self, prompt: QueuedPrompt) -> float:
-        """Return how many steps a prompt fills, parts of steps included."""
+    def steps(self, prompt: QueuedPrompt, work_s: float) -> float:
+        """Return how many steps a prompt fills whose work takes `work_s`, parts of steps included."""
 
     def computing_s(self, prompt: QueuedPrompt) -> float:
         """Return how long a prompt takes that nothing interrupts."""

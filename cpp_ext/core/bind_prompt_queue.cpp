@@ -34,7 +34,7 @@ void bind_prompt_queue(nb::module_& m) {
         .def_ro("overhead_s", &PromptPace::overhead_s)
         .def_prop_ro("step_s", &PromptPace::step_s)
         .def("work_s", &PromptPace::work_s, "prompt"_a)
-        .def("steps", &PromptPace::steps, "prompt"_a)
+        .def("steps", &PromptPace::steps, "prompt"_a, "work_s"_a)
         .def("computing_s", &PromptPace::computing_s, "prompt"_a);
     nb::class_<WorkAhead>(m, "WorkAhead")
         .def_ro("steps", &WorkAhead::steps)

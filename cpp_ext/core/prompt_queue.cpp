@@ -7,37 +7,16 @@
 #include <tuple>
 #include <utility>
 
+#include "prompt_race.h"
+
 namespace swiftkv {
 
 namespace {
 
 constexpr size_t kRecent = 512;
 constexpr double kMaxOvertakingPart = 0.9;
-constexpr double kNoTime = 1e-9;
+constexpr double kNoTime = 1e-9;  // and no token
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-// The lane of `hrrn`: prompts of one lane, whose lengths are within a factor of two, keep the order in which they came.
-int lane_of(double num_left) {
-    return std::ilogb(std::max(num_left, 1.0));
-}
-
-// The part of a prompt that is computed from `begins_s` on, before one that arrives now interrupts it.
-//
-// While it is computed, ever less of it is left, so its response ratio rises ever faster: it is interrupted soon, or
-// not at all. That happens after the first `t` seconds for which the new prompt's ratio, `(begins_s + t) / own_left`,
-// is as high as its own, `(waited_s + begins_s + t) / (num_left - speed * t)`. It must stay so for a whole step, since
-// ratios are compared between steps only.
-double part_computed(double num_left, double service_s, double speed, double waited_s, double begins_s, double own_left,
-                     double step_s) {
-    num_left = std::max(num_left, 1e-9);
-    service_s = std::max(service_s, 1e-9);
-    const double linear = num_left - own_left - begins_s * speed;
-    const double constant = own_left * (waited_s + begins_s) - begins_s * num_left;
-    const double discriminant = linear * linear - 4 * speed * constant;
-    if (linear <= 0 || discriminant <= step_s * speed * step_s * speed) return 1;
-    const double after_s = std::max((linear - std::sqrt(discriminant)) / (2 * speed), 0.0);
-    return std::min(1.0, (after_s + step_s) / service_s);
-}
 
 }  // namespace
 
@@ -45,23 +24,24 @@ double PromptPace::step_s() const {
     return overhead_s + std::min(spare_s, budget * token_s);
 }
 
-double PromptPace::steps(const QueuedPrompt& prompt) const {
-    return std::max(prompt.num_computed() / budget, work_s(prompt) / spare_s);
+double PromptPace::steps(const QueuedPrompt& prompt, double work_s) const {
+    return std::max(prompt.num_computed() / budget, work_s / spare_s);
 }
 
 double PromptPace::computing_s(const QueuedPrompt& prompt) const {
-    return work_s(prompt) + std::ceil(steps(prompt) - 1e-9) * overhead_s;
+    const double work_s = this->work_s(prompt);
+    return work_s + std::ceil(steps(prompt, work_s) - 1e-9) * overhead_s;
 }
 
 // The first token takes `first_s`, and each one `more_s` more than the one before it.
-Progress PromptPace::progress(const QueuedPrompt& prompt, double done_s) const {
+double PromptPace::num_done(const QueuedPrompt& prompt, double done_s) const {
     const bool fills_time = work_s(prompt) / spare_s > prompt.num_computed() / budget;
     const double stretch = fills_time ? 1 + overhead_s / spare_s : 1;
     const double more_s = pair_s * stretch;
     const double first_s = token_s * stretch + more_s * (prompt.num_tokens - prompt.num_computed()) +
                            (fills_time ? 0 : overhead_s / budget);
     const double next_s = std::sqrt(first_s * first_s + 2 * more_s * done_s);
-    return {2 * done_s / std::max(first_s + next_s, kNoTime), 1 / std::max(next_s, kNoTime)};
+    return 2 * done_s / std::max(first_s + next_s, kNoTime);
 }
 
 size_t PromptQueue::index_of(RequestId id) const {
@@ -164,12 +144,11 @@ WorkAhead PromptQueue::ahead_of(const QueuedPrompt& prompt, const PromptPace& pa
     for (size_t i = 0; i < entries_.size(); ++i) {
         const QueuedPrompt& other = entries_[i].prompt;
         const Rest& rest = all[i];
-        const double steps = pace.steps(other), work_s = pace.work_s(other);
-        const double part_behind = rest.part * (1 - rest.before), part_ahead = rest.part * rest.before * share[i];
-        ahead.steps += steps * part_ahead;
-        ahead.work_s += work_s * part_ahead;
-        ahead.steps_behind += steps * part_behind;
-        ahead.work_behind_s += work_s * part_behind;
+        const double part_ahead = rest.before * share[i];
+        ahead.steps += rest.steps * part_ahead;
+        ahead.work_s += rest.work_s * part_ahead;
+        ahead.steps_behind += rest.steps * (1 - rest.before);
+        ahead.work_behind_s += rest.work_s * (1 - rest.before);
         if (rest.before > 0 && !other.has_begun) {
             ahead.num_waiting += share[i];
             ahead.tokens_waiting += other.num_computed() * share[i];
@@ -187,10 +166,12 @@ std::vector<PromptQueue::Rest> PromptQueue::rests(const PromptPace& pace) const 
 }
 
 PromptQueue::Rest PromptQueue::rest_of(const QueuedPrompt& prompt, const PromptPace& pace) const {
-    const double service_s = pace.service_s(prompt);
-    const double part = 1 - std::min(prompt.done_s / std::max(service_s, kNoTime), 1.0);
-    const Progress progress = pace.progress(prompt, std::min(prompt.done_s, service_s));
-    return {prompt.num_left - progress.num_tokens, service_s * part, progress.tokens_per_s, part, 0.0};
+    const double work_s = pace.work_s(prompt), steps = pace.steps(prompt, work_s);
+    const double service_s = work_s + steps * pace.overhead_s;
+    if (prompt.done_s == 0) return {prompt.num_left, steps, work_s, service_s, 0.0};
+    const double done_s = std::min(prompt.done_s, service_s), part = 1 - done_s / std::max(service_s, kNoTime);
+    const double num_left = std::max(prompt.num_left - pace.num_done(prompt, done_s), kNoTime);
+    return {num_left, steps * part, work_s * part, service_s * part, 0.0};
 }
 
 // Sets what is computed before the prompt.
@@ -214,42 +195,28 @@ void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std:
     for (size_t i = 0; i < rests.size(); ++i) rests[i].before = is_ahead(entries_[i].prompt, rests[i]);
 }
 
-// The prompt begins when all that still have a higher ratio by then have been computed, those first that it overtakes
-// last. A step may go by before anybody notices.
+// Those of a higher priority go first, and then the race decides.
 void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
-    const double step_s = pace.step_s(), now_s = prompt.arrived_s;
     double begins_s = 0;
-    std::vector<size_t> never;                          // overtaken
-    std::vector<std::pair<double, int64_t>> overtaken;  // in how many seconds; the earlier of equals first
+    std::vector<Racer> racers;
+    std::vector<size_t> places;  // in `rests`
+    racers.reserve(rests.size());
+    places.reserve(rests.size());
     for (size_t i = 0; i < rests.size(); ++i) {
         const QueuedPrompt& other = entries_[i].prompt;
         if (other.priority < prompt.priority) {
             rests[i].before = 1;
             begins_s += rests[i].service_s;
         } else if (other.priority == prompt.priority) {
-            const double left = rests[i].num_left;
-            if (lane_of(left) <= lane_of(prompt.num_left)) {
-                never.push_back(i);
-            } else {
-                const double more = std::max(left - prompt.num_left, 1.0);
-                overtaken.emplace_back((now_s - other.arrived_s) * prompt.num_left / more, -static_cast<int64_t>(i));
-            }
+            const double waited_s = prompt.arrived_s - other.arrived_s;
+            racers.push_back({rests[i].num_left, rests[i].service_s, waited_s, other.has_begun});
+            places.push_back(i);
         }
     }
-    const auto goes_first = [&](size_t i) {  // whether it is computed to its end
-        Rest& rest = rests[i];
-        const double waited_s = now_s - entries_[i].prompt.arrived_s;
-        rest.before = part_computed(rest.num_left, rest.service_s, rest.tokens_per_s, waited_s, begins_s,
-                                    prompt.num_left, step_s);
-        begins_s += rest.service_s;
-        return rest.before == 1;
-    };
-    if (!std::ranges::all_of(never, goes_first)) return;
-    std::ranges::make_heap(overtaken);
-    while (!overtaken.empty() && overtaken.front().first >= begins_s + step_s) {
-        if (!goes_first(static_cast<size_t>(-overtaken.front().second))) return;
-        std::ranges::pop_heap(overtaken);
-        overtaken.pop_back();
+    race(racers, {prompt.num_left, pace.service_s(prompt), 0}, begins_s, pace.step_s());
+    for (size_t i = 0; i < racers.size(); ++i) {
+        Rest& rest = rests[places[i]];
+        rest.before = rest.service_s > 0 ? 1 - racers[i].service_s / rest.service_s : 1;
     }
 }
 

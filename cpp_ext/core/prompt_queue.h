@@ -28,11 +28,6 @@ struct QueuedPrompt {
     double pairs() const { return num_computed() * (num_tokens - 0.5 * num_computed()); }
 };
 
-// How many tokens of a prompt are computed, and how many more per second: ever fewer, since they look back on more.
-struct Progress {
-    double num_tokens, tokens_per_s;
-};
-
 // The speed at which prompts are computed beside the answers that go on.
 struct PromptPace {
     double token_s;
@@ -46,14 +41,18 @@ struct PromptPace {
     double work_s(const QueuedPrompt& prompt) const {
         return token_s * prompt.num_computed() + pair_s * prompt.pairs();
     }
-    // How many steps a prompt fills, parts of steps included.
-    double steps(const QueuedPrompt& prompt) const;
+    // How many steps a prompt fills whose work takes `work_s`, parts of steps included.
+    double steps(const QueuedPrompt& prompt, double work_s) const;
     // How long a prompt takes that shares its steps with others.
-    double service_s(const QueuedPrompt& prompt) const { return work_s(prompt) + steps(prompt) * overhead_s; }
+    double service_s(const QueuedPrompt& prompt) const {
+        const double work_s = this->work_s(prompt);
+        return work_s + steps(prompt, work_s) * overhead_s;
+    }
     // How long a prompt takes that nothing interrupts.
     double computing_s(const QueuedPrompt& prompt) const;
-    // How far a prompt is that has shared its steps with others for so long.
-    Progress progress(const QueuedPrompt& prompt, double done_s) const;
+    // How many tokens are computed of a prompt that has shared its steps with others for so long: ever fewer in the
+    // same time, since they look back on more.
+    double num_done(const QueuedPrompt& prompt, double done_s) const;
 };
 
 // The work on the prompts ahead of one that arrives and behind it, in steps and in seconds beside their overhead.
@@ -97,7 +96,7 @@ class PromptQueue {
     };
     // The rest of an entry, and the part of it that is computed before a prompt that arrives.
     struct Rest {
-        double num_left, service_s, tokens_per_s, part, before;
+        double num_left, steps, work_s, service_s, before;
     };
 
     size_t index_of(RequestId id) const;  // the place in `entries_`, or the one where it would be

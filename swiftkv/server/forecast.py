@@ -21,7 +21,7 @@ _USUAL_ANSWER_TOKENS = 128.0  # until some have ended
 _RECENT_ANSWERS = 32
 _RECENT_STEPS = 16
 _LEAST_TTFT_S = 1e-6
-_PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.2
+_PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.3
 """A request is refused unless so many like it would be in time, by whether later ones may go before it.
 
 benchmarks/README.md compares others.
@@ -216,7 +216,7 @@ class EngineForecast:
         pace, own = self._pace(), self._queued(prompt, now_s)
         ahead = self._queue.ahead_of(own, pace)
         own_s = pace.work_s(own)
-        end = ahead.steps + pace.steps(own)
+        end = ahead.steps + pace.steps(own, own_s)
         whole = math.ceil(end - 1e-9)
         # A prompt has its token when its last step ends, and that step computes tokens of other prompts, too.
         beside_s = ahead.work_behind_s * min(1.0, (whole - end) / ahead.steps_behind) if ahead.steps_behind else 0.0

@@ -68,7 +68,7 @@ class Pace:
     def num_computed(self, prompt: Prompt, done_s: float) -> float:
         """Return how many tokens are computed after so long."""
         low, high = 0.0, float(prompt.num_computed)
-        for _ in range(100):
+        for _ in range(60 if done_s else 0):
             middle = (low + high) / 2
             low, high = (middle, high) if self.computed_s(prompt, middle) < done_s else (low, middle)
         return low
@@ -82,7 +82,6 @@ class Rest:
     part: float
     num_left: float
     service_s: float
-    tokens_per_s: float
     before: float = 0.0
 
 
@@ -164,8 +163,7 @@ class NaivePromptQueue:
         service_s = pace.service_s(prompt)
         done_s = min(prompt.done_s, service_s)
         computed = pace.num_computed(prompt, done_s)
-        tokens_per_s = 1 / (pace.computed_s(prompt, computed + 0.5) - pace.computed_s(prompt, computed - 0.5))
-        return Rest(prompt, 1 - done_s / service_s, prompt.num_left - computed, service_s - done_s, tokens_per_s)
+        return Rest(prompt, 1 - done_s / service_s, max(prompt.num_left - computed, 1e-9), service_s - done_s)
 
     def is_ahead(self, rest: Rest, new: Prompt) -> bool:
         prompt = rest.prompt
@@ -179,26 +177,39 @@ class NaivePromptQueue:
         return is_equal and prompt.deadline_s <= new.deadline_s
 
     def order_by_ratio(self, new: Prompt, pace: Pace, rests: list[Rest]) -> None:
-        begins_s = 0.0
+        """Let the engine compute, a step at a time, until the new prompt would be next."""
+        time_s = 0.0
         for rest in rests:
             if rest.prompt.priority < new.priority:
                 rest.before = 1.0
-                begins_s += rest.service_s
-
-        def overtaken_s(rest: Rest) -> float:
-            if lane(rest.num_left) <= lane(new.num_left):
-                return math.inf
-            waited_s = new.arrived_s - rest.prompt.arrived_s
-            return waited_s * new.num_left / max(rest.num_left - new.num_left, 1)
-
+                time_s += rest.service_s
         equal = [rest for rest in rests if rest.prompt.priority == new.priority]
-        for rest in sorted(equal, key=overtaken_s, reverse=True):
-            if overtaken_s(rest) < begins_s + pace.step_s:
+        own = Rest(new, 1.0, new.num_left, pace.service_s(new))
+        left_s = [rest.service_s for rest in equal] + [own.service_s]
+        begun = [i for i, rest in enumerate(equal) if rest.prompt.has_begun]
+        lanes: dict[int, list[int]] = {}
+        for i, rest in enumerate([*equal, own]):
+            if i not in begun:
+                lanes.setdefault(lane(rest.num_left), []).append(i)
+
+        def place(i: int) -> tuple[float, float]:
+            rest = ([*equal, own])[i]
+            num_left = rest.num_left * left_s[i] / rest.service_s
+            return -(new.arrived_s - rest.prompt.arrived_s + time_s) / num_left, num_left
+
+        while True:
+            heads = [waiting[0] for waiting in lanes.values() if waiting]
+            first = min([*(i for i in begun if left_s[i] > 1e-9), *heads], key=place)
+            if first == len(equal):
                 break
-            rest.before = part_computed(rest, new, begins_s, pace.step_s)
-            begins_s += rest.service_s
-            if rest.before < 1:
-                break
+            if first in heads:
+                lanes[lane(equal[first].num_left)].remove(first)
+                begun.append(first)
+            turn_s = min(pace.step_s, left_s[first])
+            left_s[first] -= turn_s
+            time_s += turn_s
+        for rest, rest_s in zip(equal, left_s, strict=False):
+            rest.before = 1 - rest_s / rest.service_s if rest.service_s else 1.0
 
     def share(self, rest: Rest, new: Prompt, pace: Pace, rests: list[Rest]) -> float:
         def is_shared(other: Rest) -> bool:
@@ -236,19 +247,3 @@ class NaivePromptQueue:
 
 def lane(num_left: float) -> int:
     return math.frexp(max(num_left, 1.0))[1]
-
-
-def part_computed(rest: Rest, new: Prompt, begins_s: float, step_s: float) -> float:
-    """Return the part of a prompt that is computed from `begins_s` on, before the new one's ratio is as high.
-
-    The first `t` solves `(begins_s + t) / new.num_left = (waited_s + begins_s + t) / (num_left - speed * t)`.
-    """
-    num_left, service_s = max(rest.num_left, 1e-9), max(rest.service_s, 1e-9)
-    speed = rest.tokens_per_s
-    linear = num_left - new.num_left - begins_s * speed
-    constant = new.num_left * (new.arrived_s - rest.prompt.arrived_s + begins_s) - begins_s * num_left
-    discriminant = linear**2 - 4 * speed * constant
-    if linear <= 0 or discriminant <= (step_s * speed) ** 2:
-        return 1.0
-    after_s = max((linear - math.sqrt(discriminant)) / (2 * speed), 0.0)
-    return min(1.0, (after_s + step_s) / service_s)

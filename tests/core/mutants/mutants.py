@@ -74,7 +74,7 @@ STEP_TIME = "core/step_time.cpp"
 PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
-PROMPT_QUEUE = "core/prompt_queue.cpp"
+PROMPT_QUEUE, PROMPT_RACE = "core/prompt_queue.cpp", "core/prompt_race.cpp"
 RATES, LOADS, LOADER = "tier/rates.py", "tier/loads.py", "tier/loader.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
@@ -759,8 +759,8 @@ MUTANTS = [
     one(
         "a prompt that takes longer than expected gives time back",
         PROMPT_QUEUE,
-        "1 - std::min(prompt.done_s / std::max(service_s, kNoTime), 1.0);",
-        "1 - prompt.done_s / std::max(service_s, kNoTime);",
+        "const double done_s = std::min(prompt.done_s, service_s),",
+        "const double done_s = prompt.done_s,",
     ),
     one(
         "a class reaches into the next one",
@@ -781,10 +781,35 @@ MUTANTS = [
         "if (other.flow == prompt.flow) own_s",
     ),
     one(
-        "a prompt of the same lane is overtaken",
+        "prompts of a lane go in any order",
+        PROMPT_RACE,
+        "std::ilogb(std::max(num_left, 1.0))",
+        "0 * std::ilogb(std::max(num_left, 1.0))",
+    ),
+    one(
+        "a prompt is interrupted within a step",
+        PROMPT_RACE,
+        "std::max(std::ceil(from_s / step_s - 1e-9), 1.0)",
+        "std::max(from_s / step_s, 1.0)",
+    ),
+    one(
+        "who arrives waits for nobody of its lane",
+        PROMPT_RACE,
+        "if (!heads[own_lane_]) racers_.push_back",
+        "racers_.push_back",
+    ),
+    one("long prompts of its lane do not count", PROMPT_RACE, "return num_longer_of_lane_ == 0 &&", "return"),
+    one(
+        "who is left behind is forgotten at once",
+        PROMPT_RACE,
+        "< time_s_ * r.now.num_left;",
+        "< 4 * time_s_ * r.now.num_left;",
+    ),
+    one(
+        "tokens take the same time wherever they are",
         PROMPT_QUEUE,
-        "lane_of(left) <= lane_of(prompt.num_left)",
-        "lane_of(left) < lane_of(prompt.num_left)",
+        "2 * done_s / std::max(first_s + next_s, kNoTime)",
+        "done_s / std::max(first_s, kNoTime)",
     ),
     one(
         "who comes later takes all of a wait",
