@@ -75,9 +75,11 @@ class Config(Section):
             )
         ports: dict[int, str] = {self.node.port: "node.port"}
         for i, model in enumerate(self.models):
-            if model.name in names:
-                mistakes.append(f"models[{i}].name: '{model.name}' is taken by {names[model.name]}; give each its own")
-            names.setdefault(model.name, f"models[{i}].name")
+            for name in model.names:
+                key = f"models[{i}].{'name' if name == model.name else 'served_model_name'}"
+                if name in names:
+                    mistakes.append(f"{key}: '{name}' is taken by {names[name]}; give each its own")
+                names.setdefault(name, key)
             if model.endpoint is not None and model.endpoint.port != 0:
                 key = f"models[{i}].endpoint.port"
                 if model.endpoint.port in ports:

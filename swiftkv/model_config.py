@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -27,6 +28,8 @@ from swiftkv.units import Budget, PoolBytes, PoolMemory, parse_budget, parse_dur
 
 BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 128MiB, or 0"
 LONGEST_NAME = 64
+_SERVED_NAMES = "a name, or a list of names, each of 1 to 256 characters without blanks"
+_SERVED_NAME = re.compile(r"[!-~]{1,256}")
 _MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
 _CPU_STEP_LIMIT_S = 0.25
 _DUE_S = 10.0
@@ -38,6 +41,13 @@ def _read_dimensions(value: object) -> Literal["any"] | tuple[int, ...] | None:
     if not isinstance(value, list) or not value or not all(type(number) is int and number > 0 for number in value):
         raise ValueError("not dimensions")
     return tuple(value)
+
+
+def _read_names(value: object) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and _SERVED_NAME.fullmatch(name) for name in names):
+        raise ValueError("not names")
+    return tuple(dict.fromkeys(names))
 
 
 class KVCacheConfig(Section):
@@ -71,6 +81,7 @@ class ModelConfig(Section):
         max_length=LONGEST_NAME,
         description="a name of letters, digits, '.', '_' and '-', at most 64 (it is part of a URL)",
     )
+    served_model_name: Annotated[tuple[str, ...], PlainValidator(_read_names)] = Field((), description=_SERVED_NAMES)
     path: str = Field(min_length=1, description="a directory in Hugging Face format, or a hub id")
     revision: str | None = Field(None, min_length=1, description="a branch, a tag or a commit of the hub, or null")
     task: Task = Field("generate", description="generate, embed or score")
@@ -124,6 +135,11 @@ class ModelConfig(Section):
             return value
         kv_cache = value.get("kv_cache", {})
         return {**value, "kv_cache": {"block_size": 64} | kv_cache} if isinstance(kv_cache, dict) else value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which clients may ask for the model, its own first."""
+        return tuple(dict.fromkeys((self.name, *self.served_model_name)))
 
     @property
     def step_limit_s(self) -> float | None:

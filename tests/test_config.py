@@ -148,6 +148,15 @@ MISTAKES = [
         "node: {max_connections: 0}\nmodels: [{name: a, path: b}]",
         "node.max_connections: 0 is not an integer of at least 1",
     ),
+    (
+        ONE_MODEL % ", served_model_name: [a, b c]",
+        "models[0].served_model_name: ['a', 'b c'] is not a name, or a list of names, each of 1 to 256 characters "
+        "without blanks",
+    ),
+    (
+        "models: [{name: chat, path: a, served_model_name: x/chat}, {name: b, path: b, served_model_name: [c, chat]}]",
+        "models[1].served_model_name: 'chat' is taken by models[0].name; give each its own",
+    ),
     ("models: [{name: chat}]", "models[0].path: missing; write a directory in Hugging Face format, or a hub id"),
     ("node: {port: 8000}", "models: missing; write a list of at least one model"),
     ("models: []", "models: [] is not a list of at least one model"),

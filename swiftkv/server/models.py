@@ -64,6 +64,7 @@ class ClientPolicy:
 class ModelHandle:
     """A model as the gateway knows it. `root` names its checkpoint; lengths and sizes are in tokens.
 
+    Clients may also ask for it by `further_names`; it answers by its own, as vLLM does by the first.
     `threads` tokenize, decode and render templates: a model of which much is asked holds up no other. `grammars` is the
     node's one, for a process of its own checks them.
     """
@@ -77,6 +78,7 @@ class ModelHandle:
     sleeper: Sleeper
     storage: StorageChanges
     policy: ClientPolicy = ClientPolicy()
+    further_names: tuple[str, ...] = ()
     grammars: GrammarChecker = field(default_factory=GrammarChecker)
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -101,10 +103,18 @@ class ModelHandle:
         """Return the model as `sender` may use it."""
         return self if sender == ANYBODY else replace(self, policy=self.policy.towards(sender))
 
-    def card(self) -> ModelCard:
-        return ModelCard(
-            self.name, self.created, self.root, self.max_model_len, state=str(self.client.state), task=self.task
-        )
+    def card(self, name: str | None = None) -> ModelCard:
+        """Return the model's card, under one of its names."""
+        state = str(self.client.state)
+        return ModelCard(name or self.name, self.created, self.root, self.max_model_len, state=state, task=self.task)
+
+    def cards(self) -> list[ModelCard]:
+        """Return a card for each of its names."""
+        return [self.card(name) for name in self.names]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.name, *self.further_names
 
     @property
     def task(self) -> Task:
@@ -150,7 +160,10 @@ class ModelTable:
 
     def only(self, name: str | None) -> ModelTable:
         """Return these models, or the named one alone. Raises `ApiError` 404 if it is not there."""
-        return self if name is None else ModelTable({name: self.get(name)})
+        if name is None:
+            return self
+        model = self.get(name)
+        return ModelTable({model.name: model})
 
     @property
     def names(self) -> list[str]:
@@ -160,11 +173,17 @@ class ModelTable:
         return list(self._models.values())
 
     def get(self, name: str) -> ModelHandle:
-        """Return the model of that name. Raises `ApiError` 404 if there is none."""
-        if name not in self._models:
+        """Return the model that has this name. Raises `ApiError` 404 if there is none."""
+        model = self._models.get(name) or next((each for each in self._models.values() if name in each.names), None)
+        if model is None:
             known = ", ".join(self._models)
             raise ApiError(404, f"no model '{name}'; there is: {known}", param="model", code="model_not_found")
-        return self._models[name]
+        return model
+
+    def own_names(self) -> dict[str, str]:
+        """Return each model's own name by all that clients may write; where there is one model, also by ''."""
+        names = {name: model.name for model in self._models.values() for name in model.names}
+        return names | ({"": next(iter(self._models))} if len(self._models) == 1 else {})
 
     def pick(self, in_path: str | None, in_body: str | None) -> ModelHandle:
         """Return the model that a request's path or body names; where there is one model, it need not be named.
@@ -173,12 +192,13 @@ class ModelTable:
             ApiError: 404 for a model that is not there, 400 if none is named and there are several.
         """
         if in_path is not None:
-            if in_body not in (None, in_path):
+            model = self.get(in_path)
+            if in_body is not None and in_body not in model.names:
                 raise ApiError(
                     404, f"this is the path of model '{in_path}', not of '{in_body}'", param="model",
                     code="model_not_found",
                 )  # fmt: skip
-            return self.get(in_path)
+            return model
         if in_body is not None:
             return self.get(in_body)
         if len(self._models) == 1:

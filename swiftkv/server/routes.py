@@ -45,13 +45,13 @@ def _list_router(models: ModelTable) -> APIRouter:
     async def list_models(request: Request) -> Response:
         name = request.path_params.get("name")
         listed = models.all() if name is None else [models.get(name)]
-        return json_response(ModelList([model.card() for model in listed]))
+        return json_response(ModelList([card for model in listed for card in model.cards()]))
 
     @router.get("/v1/models/{model_id:path}", responses=documented("ModelCard", 404))
     async def retrieve_model(request: Request, model_id: str) -> Response:
         if "name" in request.path_params:
-            return json_response(asked_model(request, models, model_id).card())
-        return json_response(models.get(model_id).card())
+            return json_response(asked_model(request, models, model_id).card(model_id))
+        return json_response(models.get(model_id).card(model_id))
 
     return router
 

@@ -40,7 +40,7 @@ def begin(store: Store, name: str, models: list[str]) -> int:
     add_input(store, f"file-{name}", models)
     store.add_batch(OfflineBatch(f"batch-{name}", ENDPOINT, f"file-{name}", 0, 1 << 40))
     number, batch = store._numbered_batch(f"batch-{name}")
-    check = InputCheck(number, batch, StorageLimits(), "")
+    check = InputCheck(number, batch, StorageLimits(), {})
     while not check.go_on(store):
         pass
     return number
@@ -183,11 +183,11 @@ def test_a_check_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
     store = Store(tmp_path)
     add_input(store, "file-a", ["chat"] * 450)
     batch = store.add_batch(OfflineBatch("batch-a", ENDPOINT, "file-a", 0, 1 << 40))
-    InputCheck(1, batch, StorageLimits(), "").go_on(store)
+    InputCheck(1, batch, StorageLimits(), {}).go_on(store)
     assert not store.take(("chat",), True, 5)  # the batch is validated yet
     store.close()
     store = Store(tmp_path)
-    check = InputCheck(1, batch, StorageLimits(), "")
+    check = InputCheck(1, batch, StorageLimits(), {})
     while not check.go_on(store):
         pass
     assert store.batch("batch-a").request_counts.total == 450
@@ -199,7 +199,7 @@ def test_an_input_file_that_is_gone_is_an_error_of_its_batch(tmp_path: Path) -> 
     add_input(store, "file-a", ["chat"])
     batch = store.add_batch(OfflineBatch("batch-a", ENDPOINT, "file-a", 0, 1 << 40))
     store.content_path("file-a").unlink()
-    assert InputCheck(1, batch, StorageLimits(), "").go_on(store)
+    assert InputCheck(1, batch, StorageLimits(), {}).go_on(store)
     errors = store.batch("batch-a").errors
     assert errors is not None
     assert errors.data[0].message == "the input file is gone"
@@ -210,7 +210,7 @@ def test_a_batch_that_is_cancelled_while_it_is_checked_stays_so(tmp_path: Path) 
     store = Store(tmp_path)
     add_input(store, "file-a", ["chat"] * 300)
     batch = store.add_batch(OfflineBatch("batch-a", ENDPOINT, "file-a", 0, 1 << 40))
-    check = InputCheck(1, batch, StorageLimits(), "")
+    check = InputCheck(1, batch, StorageLimits(), {})
     assert not check.go_on(store)
     store.cancel("batch-a")
     assert check.go_on(store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count, islice
 
 from swiftkv.server.batches.lines import MAX_ERRORS, CheckedLine, check_line, duplicate, too_long
@@ -19,12 +19,12 @@ class InputCheck:
     One that was interrupted by an error is of no use any more: a new one begins anew.
     """
 
-    def __init__(self, number: int, batch: OfflineBatch, limits: StorageLimits, default_model: str) -> None:
-        """`default_model` is the model of lines that name none."""
+    def __init__(self, number: int, batch: OfflineBatch, limits: StorageLimits, own_names: Mapping[str, str]) -> None:
+        """`own_names` is that of `check_line`."""
         self._number = number
         self._batch = batch
         self._limits = limits
-        self._default_model = default_model
+        self._own_names = own_names
         self._lines: Iterator[CheckedLine | LineError] | None = None
         self._num_lines = 0
         self._errors: list[LineError] = []
@@ -71,5 +71,5 @@ class InputCheck:
                     while text and not text.endswith(b"\n"):
                         text = file.readline(max_bytes + 1)
                 elif text.strip():
-                    yield check_line(text, number, start, self._batch.endpoint, self._default_model)
+                    yield check_line(text, number, start, self._batch.endpoint, self._own_names)
                 start = file.tell()

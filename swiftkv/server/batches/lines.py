@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -49,12 +50,17 @@ class _Body(msgspec.Struct):
     model: str | None = None
 
 
-def check_line(text: bytes, number: int, start: int, endpoint: str, default_model: str) -> CheckedLine | LineError:
-    """Check everything about a line but the fields of its body, which are checked when it runs."""
+def check_line(
+    text: bytes, number: int, start: int, endpoint: str, own_names: Mapping[str, str]
+) -> CheckedLine | LineError:
+    """Check everything about a line but the fields of its body, which are checked when it runs.
+
+    `own_names` has each model's own name by all that lines may write, and by '' that of lines which name none.
+    """
     try:
         line = msgspec.json.decode(text, type=_Line)
         body = msgspec.json.decode(line.body, type=_Body)
-        custom_id, model = line.custom_id.encode().decode(), (body.model or default_model).encode().decode()
+        custom_id, asked = line.custom_id.encode().decode(), (body.model or "").encode().decode()
     except msgspec.ValidationError as error:
         return _error("invalid_request", number, f"{error}; a line has the fields custom_id, method, url and body")
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -69,7 +75,7 @@ def check_line(text: bytes, number: int, start: int, endpoint: str, default_mode
         return _error("invalid_method", number, f"method is {line.method[:16]!r}; it must be POST", "method")
     if line.url != endpoint:
         return _error("url_mismatch", number, f"url is {line.url[:64]!r}; the batch is for {endpoint}", "url")
-    return CheckedLine(number, start, len(text), custom_id, model)
+    return CheckedLine(number, start, len(text), custom_id, own_names.get(asked, asked))
 
 
 def duplicate(line: CheckedLine) -> LineError:

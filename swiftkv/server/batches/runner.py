@@ -134,9 +134,7 @@ class BatchRunner:
 
     async def _check_input(self, number: int, batch: OfflineBatch) -> float:
         if number not in self._checks:
-            names = self._models.names
-            default_model = names[0] if len(names) == 1 else ""
-            self._checks[number] = InputCheck(number, batch, self._storage.limits, default_model)
+            self._checks[number] = InputCheck(number, batch, self._storage.limits, self._models.own_names())
         if await self._storage.call(self._checks[number].go_on):
             del self._checks[number]
             self._may_have_strangers = True
