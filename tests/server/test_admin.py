@@ -48,6 +48,21 @@ def lent_bytes(gateway: Gateway) -> int | None:
     return found
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("DELETE", "/admin/models/code"), ("POST", "/admin/models/code/sleep"), ("POST", "/admin/cache/code/clear")],
+)
+def test_a_parameter_that_is_not_known_is_refused_before_anything_happens(
+    gateway: Gateway, method: str, path: str
+) -> None:
+    with gateway.admin() as http:
+        refused = http.request(method, f"{path}?rehearse=true")
+        assert refused.status_code == 400
+        assert "rehearse" in refused.json()["error"]["message"]
+        assert [model["model"] for model in http.get("/admin/lending").json()["models"]] == ["chat", "code"]
+    assert gateway.clients["code"].state.serves
+
+
 def test_what_every_model_lends_and_borrows(gateway: Gateway) -> None:
     with gateway.admin() as http:
         answer = http.get("/admin/lending").json()
