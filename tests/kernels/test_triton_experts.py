@@ -49,4 +49,6 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     for begin, end in ((0, 0), (0, 1), (1, 40), (40, 140)):
         some = Choices(choices.experts[begin:end], choices.weights[begin:end])
         triton_ops.add_experts(x[begin:end], some, packed, parts[begin:end])
-    assert torch.equal(parts, whole)
+    # Not bit by bit: the interpreter multiplies tiles with NumPy, and on CPUs without AVX-512 their height decides the
+    # order of its sums.
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
