@@ -21,8 +21,8 @@ bool goes_before(const Racer& a, const Racer& b, double time_s) {
 }
 
 // How long `first`, of which `speed` tokens a second are computed, goes on from `time_s` before `other` interrupts it.
-// That is a whole number of steps, after which `other`'s ratio, `(waited_s + time_s + t) / num_left`, is as high as
-// that of `first`, `(waited_s + time_s + t) / (num_left - speed * t)`.
+// It does so after a whole number of steps, once its ratio, `(waited_s + time_s + t) / num_left`, is as high as that of
+// `first`, `(waited_s + time_s + t) / (num_left - speed * t)`.
 double interrupted_after_s(const Racer& first, const Racer& other, double speed, double time_s, double step_s) {
     const double waited_s = first.waited_s + time_s, other_s = other.waited_s + time_s;
     const double linear = first.num_left - speed * other_s - other.num_left;
@@ -117,7 +117,7 @@ class Race {
 
     // Lets the next one of its lane line up.
     void begin(size_t i) {
-        racers_[i].now.has_begun = racers_[i].racer->has_begun = true;
+        racers_[i].now.has_begun = true;
         const Racer now = racers_[i].now;
         const bool is_of_own_lane = lane_of(now.num_left) == own_lane_;
         num_longer_of_lane_ -= is_of_own_lane && !is_sure(now);

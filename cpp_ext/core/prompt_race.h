@@ -20,9 +20,9 @@ int lane_of(double num_left);
 // Plays in advance what an engine computes from `begins_s` on until `own`, which arrives now and last, would be next,
 // if nobody else came. Leaves what is left then of the others' `service_s`. They are in the order in which they came.
 //
-// Of those that have begun, and of the first of each lane, the one goes first that has the highest ratio of waiting to
-// what is left. While it is computed, ever less of it is left and its ratio rises ever faster: so it is interrupted
-// soon, or not at all. Ratios are compared between steps only, which take `step_s` each.
+// The prompts that have begun compete with the first one of each lane, and the highest ratio of waiting to what is left
+// wins. While a prompt is computed, ever less of it is left and its ratio rises ever faster: so it is interrupted soon,
+// or not at all. Ratios are compared between steps only, which take `step_s` each.
 void race(std::span<Racer> others, const Racer& own, double begins_s, double step_s);
 
 }  // namespace swiftkv

@@ -69,15 +69,19 @@ bool WaitingQueue::contains(Request& r) const {
     return found != lanes_.end() && found->second.count(&r) > 0;
 }
 
-// How many blocks of a request's beginning are cached, if that counts.
+// Whether it counts how much of a request is cached.
+bool WaitingQueue::is_looked_up(const Request& r) const {
+    return order_.is_by_length() && !r.skip_prefix_match;
+}
+
 int WaitingQueue::num_known(const Request& r) const {
-    if (!order_.is_by_length() || r.skip_prefix_match) return 0;
+    if (!is_looked_up(r)) return 0;
     const int size = cache_.block_size();
     return cache_.count_known(std::span(r.keys).first(r.max_match_blocks(size)), r.num_expected / size);
 }
 
 std::optional<WaitingQueue::Awaiting> WaitingQueue::awaiting(Request& r) const {
-    if (!order_.is_by_length() || r.skip_prefix_match) return std::nullopt;
+    if (!is_looked_up(r)) return std::nullopt;
     const int size = cache_.block_size(), known = r.num_expected / size;
     if (known == r.max_match_blocks(size)) return std::nullopt;
     return Awaiting{r.keys[known], r.arrival, &r};

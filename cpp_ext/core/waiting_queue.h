@@ -84,6 +84,7 @@ class WaitingQueue {
     void insert(Request& request);
     void erase(Request& request);
     void begin_waiting(const Request& request);
+    bool is_looked_up(const Request& request) const;
     int num_known(const Request& request) const;
     bool refresh(Request& request);
     std::optional<Awaiting> awaiting(Request& request) const;
