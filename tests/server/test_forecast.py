@@ -88,7 +88,7 @@ def test_beside_answers_a_step_has_so_much_time_for_prompts() -> None:
 def test_short_prompts_pass_long_ones_until_these_have_waited() -> None:
     of = forecast("hrrn")
     of.add(1, NewPrompt(20_000), 0.0)
-    assert ttft_s(of, NewPrompt(100), 0.001) < 5  # two steps: one passes before it is next
+    assert ttft_s(of, NewPrompt(100), 0.001) == pytest.approx(2 * (2.048 + STEP_S))  # one passes before it is next
     assert ttft_s(of, NewPrompt(19_000), 0.001) > 39
     of.add(2, NewPrompt(20_000), 0.0)
     assert ttft_s(of, NewPrompt(5000), 1000.0) > 45  # which a prompt of a quarter would overtake after 333 s
