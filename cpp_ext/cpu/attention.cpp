@@ -43,8 +43,9 @@ struct QueryTile {
     int num_partitions() const { return partition_end - partition_begin; }
 };
 
-std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch, int rows_per_task) {
-    const int max_queries = std::max(1, rows_per_task / spec.group_size());
+std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch,
+                                   const AttentionKernels& kernel) {
+    const int max_queries = std::max(1, kernel.rows_per_task / spec.group_size());
     std::vector<QueryTile> tiles;
     for (int s = 0; s < batch.num_seqs; ++s) {
         const int begin = batch.query_starts[s], end = batch.query_starts[s + 1];
@@ -54,8 +55,8 @@ std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBat
             const int first = spec.first_visible(row + offset), last = row + offset + num_queries - 1;
             // Reading a key costs about as much as four rows' arithmetic on it.
             const int64_t cost = int64_t{last - first + 1} * (num_queries * spec.group_size() + 4);
-            tiles.push_back(
-                {s, row, row + offset, num_queries, first / kPartitionTokens, last / kPartitionTokens + 1, cost});
+            tiles.push_back({s, row, row + offset, num_queries, first / kernel.partition_tokens,
+                             last / kernel.partition_tokens + 1, cost});
         }
     }
     // The long ones first, so that threads end together.
@@ -118,7 +119,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
     const int64_t row_bytes = spec.row_elements() * item_size(dtype);
     const int num_kv_heads = spec.num_kv_heads;
 
-    std::vector<QueryTile> tiles = query_tiles(spec, batch, kernel.rows_per_task);
+    std::vector<QueryTile> tiles = query_tiles(spec, batch, kernel);
     thread_local Scratch partial_memory;
     auto* partials = reinterpret_cast<float*>(partial_memory.reserve(place_partials(spec, tiles) * sizeof(float)));
     const auto partials_of = [&](const QueryTile& tile, int head) {

@@ -10,12 +10,11 @@
 // Causal attention over a paged KV pool, and the step before it (per-head RMSNorm, rotary embedding, KV write).
 //
 // A sequence's result is the same bit for bit whatever else is in the batch, however its prompt was cut into chunks and
-// however many threads there are: keys lie in partitions of kPartitionTokens at absolute positions, each with a softmax
-// of its own, and partitions are merged in ascending order.
+// however many threads there are: keys lie in partitions of equal length at absolute positions, each with a softmax of
+// its own, and partitions are merged in ascending order.
 namespace swiftkv {
 
-inline constexpr int kGroupTokens = 16;       // a block holds whole groups
-inline constexpr int kPartitionTokens = 512;  // keys per softmax
+inline constexpr int kGroupTokens = 16;  // a block holds whole groups
 inline constexpr int kMaxHeadDim = 256;
 
 struct AttentionSpec {
@@ -113,7 +112,8 @@ struct RopeTask {
 };
 
 struct AttentionKernels {
-    int rows_per_task;  // queries times query heads per KV head that share a pass over the keys
+    int partition_tokens;  // keys per softmax
+    int rows_per_task;     // queries times query heads per KV head that share a pass over the keys
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
     // `next` is a task that the thread may have to do after this one, or null: its first keys are fetched ahead.
     void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask* next, std::byte* scratch);

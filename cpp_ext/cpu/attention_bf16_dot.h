@@ -9,6 +9,7 @@ namespace {
 // Pairs multiplied and summed by vdpbf16ps; weights are rounded to bfloat16, as transformers does.
 struct BFloat16Dot : BFloat16 {
     static constexpr bool kIsWidened = false;
+    static constexpr int kSubSteps = 1;
     using Packed = uint16_t;
     using Fragment = __m512i;
     using Operand = __m512i;
@@ -17,11 +18,11 @@ struct BFloat16Dot : BFloat16 {
     static void store(Elem* p, V x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
     static V round(V x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16)); }
 
-    static Fragment fragment(const Elem* p) { return _mm512_loadu_si512(p); }
+    static Fragment fragment(const Elem* p, int) { return _mm512_loadu_si512(p); }
     static Fragment first_of_fragment(const Elem* p) {
         return _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0x0000ffff));
     }
-    static Operand operand(const Packed* p) {
+    static Operand operand(const Packed* p, int) {
         int pair;
         __builtin_memcpy(&pair, p, sizeof(pair));
         return _mm512_set1_epi32(pair);

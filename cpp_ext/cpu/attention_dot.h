@@ -209,14 +209,17 @@ struct DotProducts {
         int64_t offset = 0;
         for (int d = 0; d < spec.head_dim; d += kPack, offset += k_stride) {
             fetcher(kLines);
-            typename E::Fragment key[NV];
+#pragma GCC unroll 2
+            for (int sub = 0; sub < E::kSubSteps; ++sub) {
+                typename E::Fragment key[NV];
 #pragma GCC unroll 16
-            for (int j = 0; j < NV; ++j) key[j] = E::fragment(k[j] + offset);
+                for (int j = 0; j < NV; ++j) key[j] = E::fragment(k[j] + offset, sub);
 #pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                const typename E::Operand query = E::operand(q + r * kQueryStride + d);
+                for (int r = 0; r < R; ++r) {
+                    const typename E::Operand query = E::operand(q + r * kQueryStride + d, sub);
 #pragma GCC unroll 16
-                for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
+                    for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], key[j], query);
+                }
             }
         }
 #pragma GCC unroll 16
@@ -243,14 +246,17 @@ struct DotProducts {
             const Packed* weight = weights + token;
             for (int i = count / kPack; i > 0; --i, value += v_stride, weight += kPack) {
                 fetcher(kLines);
-                typename E::Fragment row[NV];
+#pragma GCC unroll 2
+                for (int sub = 0; sub < E::kSubSteps; ++sub) {
+                    typename E::Fragment row[NV];
 #pragma GCC unroll 16
-                for (int j = 0; j < NV; ++j) row[j] = E::fragment(value + j * kWidth * kPack);
+                    for (int j = 0; j < NV; ++j) row[j] = E::fragment(value + j * kWidth * kPack, sub);
 #pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) {
-                    const typename E::Operand w = E::operand(weight + r * kRowStride);
+                    for (int r = 0; r < R; ++r) {
+                        const typename E::Operand w = E::operand(weight + r * kRowStride, sub);
 #pragma GCC unroll 16
-                    for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
+                        for (int j = 0; j < NV; ++j) acc[r][j] = E::multiply_add(acc[r][j], row[j], w);
+                    }
                 }
             }
             // The partner of the last token may not be written yet.
@@ -260,7 +266,7 @@ struct DotProducts {
                     const typename E::Fragment last = E::first_of_fragment(value + j * kWidth * kPack);
 #pragma GCC unroll 16
                     for (int r = 0; r < R; ++r)
-                        acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kRowStride));
+                        acc[r][j] = E::multiply_add(acc[r][j], last, E::operand(weight + r * kRowStride, 0));
                 }
             }
             token += count;

@@ -41,9 +41,10 @@ Simd::V tanh_of_log2(Simd::V x) {
     return Simd::sub(one, Simd::div(Simd::set1(2.0f), Simd::add(e, one)));
 }
 
-// How a dtype is multiplied. kPack of its elements lie together along the summed dimension: a Fragment is kLanes times
-// kPack elements of K or V, an Operand kPack queries or weights, kept as Packed. kIsWidened: elements are turned into
-// floats each time they are multiplied. weights_of(x) is 2^(x - kWeightShift), as exactly as weights are kept.
+// How a dtype is multiplied. kPack of its elements lie together along the summed dimension: kLanes times kPack of K or
+// V meet kPack queries or weights, kept as Packed, in kSubSteps multiplications of a Fragment and an Operand.
+// kIsWidened: elements are turned into floats each time they are multiplied. weights_of(x) is 2^(x - kWeightShift), as
+// exactly as weights are kept.
 struct Float32 {
     static constexpr bool kIsWidened = false;
     using V = Simd::V;
@@ -52,16 +53,17 @@ struct Float32 {
     using Fragment = V;
     using Operand = V;
     static constexpr int kPack = 1;
+    static constexpr int kSubSteps = 1;
     static constexpr int kExpTerms = 5;
 
     static V load(const Elem* p) { return Simd::load(p); }
     static void store(Elem* p, V x) { Simd::store(p, x); }
     static V round(V x) { return x; }
 
-    static Fragment fragment(const Elem* p) { return Simd::load(p); }
-    static Fragment first_of_fragment(const Elem* p) { return fragment(p); }
-    static Operand operand(const Packed* p) { return Simd::set1(*p); }
-    static V multiply_add(V acc, Fragment a, Operand b) { return Simd::fma(a, b, acc); }
+    static Fragment fragment(const Elem* p, int) { return Simd::load(p); }
+    static Fragment first_of_fragment(const Elem* p) { return Simd::load(p); }
+    static Operand operand(const Packed* p, int) { return Simd::set1(*p); }
+    static V multiply_add(V acc, Fragment a, Operand b) { return Simd::add_product(acc, a, b); }
 
     static constexpr float kWeightShift = 0.0f;
     static V weights_of(V x) { return exp2<kExpTerms>(x); }
@@ -84,7 +86,7 @@ struct Float16 : Float32 {
         return load(bits);
     }
 
-    static Fragment fragment(const Elem* p) { return load(p); }
+    static Fragment fragment(const Elem* p, int) { return load(p); }
     static Fragment first_of_fragment(const Elem* p) { return load(p); }
 };
 
@@ -92,12 +94,8 @@ struct Float16 : Float32 {
 struct BFloat16 : Float32 {
     static constexpr bool kIsWidened = true;
     using Elem = uint16_t;
-    struct Pair {
-        V first, second;
-    };
-    using Fragment = Pair;
-    using Operand = Pair;
     static constexpr int kPack = 2;
+    static constexpr int kSubSteps = 2;
 
     static V load(const Elem* p) { return Simd::load_bf16(p); }
     static void store(Elem* p, V x) { Simd::store_bf16(p, x); }
@@ -107,12 +105,11 @@ struct BFloat16 : Float32 {
         return load(bits);
     }
 
-    static Fragment fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::load_bf16_pair_second(p)}; }
-    static Fragment first_of_fragment(const Elem* p) { return {Simd::load_bf16_pair_first(p), Simd::zero()}; }
-    static Operand operand(const Packed* p) { return {Simd::set1(p[0]), Simd::set1(p[1])}; }
-    static V multiply_add(V acc, Fragment a, Operand b) {
-        return Simd::fma(a.second, b.second, Simd::fma(a.first, b.first, acc));
+    static Fragment fragment(const Elem* p, int sub) {
+        return sub == 0 ? Simd::load_bf16_pair_first(p) : Simd::load_bf16_pair_second(p);
     }
+    static Fragment first_of_fragment(const Elem* p) { return Simd::load_bf16_pair_first(p); }
+    static Operand operand(const Packed* p, int sub) { return Simd::set1(p[sub]); }
 };
 
 }  // namespace

@@ -43,6 +43,8 @@ class Fetcher {
     }
 
     void operator()(int num_lines) {
+        // Two loops, of which one fetches nothing, would not keep the sums of AVX2 in registers (gcc 12).
+        if constexpr (Simd::kLanes == 8) asm volatile("" ::: "memory");
         if (is_done_) return;  // one branch a step of a product, where finding nothing took 4 % of prompts
         for (; num_lines > 0; --num_lines) {
             if (turn_ == num_turns_ && !next_line()) return;

@@ -58,7 +58,8 @@ struct Attention {
         return arena.used();
     }
 
-    static constexpr AttentionKernels kKernels{Products::kRowsPerTask, scratch_bytes, attend, merge, RopeWrite<E>::run};
+    static constexpr AttentionKernels kKernels{kPartitionTokens, Products::kRowsPerTask, scratch_bytes, attend, merge,
+                                               RopeWrite<E>::run};
 };
 
 template <template <typename> typename Products>

@@ -6,6 +6,9 @@
 namespace swiftkv {
 namespace {
 
+// A partition's keys and values, and those of the next, which are fetched ahead, have to stay in the second-level cache
+// while many rows pass. It has 1 MiB or more on processors with AVX-512, and often 512 KiB on others.
+constexpr int kPartitionTokens = Simd::kLanes == 16 ? 512 : 256;
 constexpr int kPartitionGroups = kPartitionTokens / kGroupTokens;
 // Of scores and of weights, in elements: whole cache lines, and an odd number of pairs of them, so that the same key of
 // many rows lies in different sets of the first-level cache.

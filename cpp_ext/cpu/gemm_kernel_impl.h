@@ -99,7 +99,7 @@ struct FloatProduct {
         __builtin_memcpy(&x, p, sizeof x);
         return Simd::set1(x);
     }
-    static V multiply_add(V a, V b, V c) { return Simd::fma(a, b, c); }
+    static V multiply_add(V a, V b, V c) { return Simd::add_product(c, a, b); }
 };
 
 struct HalfProduct : FloatProduct {

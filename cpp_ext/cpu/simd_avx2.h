@@ -20,6 +20,12 @@ struct Simd {
     static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
     static V div(V a, V b) { return _mm256_div_ps(a, b); }
     static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+    // sum + a b, for sums that with their operands take all sixteen registers. With the intrinsic, gcc 12 keeps some of
+    // them in memory, and a matrix product reaches two thirds of its rate.
+    static V add_product(V sum, V a, V b) {
+        asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+        return sum;
+    }
     static V min(V a, V b) { return _mm256_min_ps(a, b); }
     static V max(V a, V b) { return _mm256_max_ps(a, b); }
     static V round(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -67,8 +73,8 @@ struct Simd {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)), 16));
     }
     static V load_bf16_pair_second(const void* p) {
-        return _mm256_castsi256_ps(
-            _mm256_and_si256(_mm256_loadu_si256(static_cast<const __m256i*>(p)), _mm256_set1_epi32(0xffff0000)));
+        const __m256i pairs = _mm256_loadu_si256(static_cast<const __m256i*>(p));
+        return _mm256_castsi256_ps(_mm256_blend_epi16(_mm256_setzero_si256(), pairs, 0xaa));
     }
 };
 

@@ -20,6 +20,7 @@ struct Simd {
     static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
     static V div(V a, V b) { return _mm512_div_ps(a, b); }
     static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+    static V add_product(V sum, V a, V b) { return _mm512_fmadd_ps(a, b, sum); }
     static V min(V a, V b) { return _mm512_min_ps(a, b); }
     static V max(V a, V b) { return _mm512_max_ps(a, b); }
     static V round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
