@@ -73,8 +73,12 @@ struct Simd {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)), 16));
     }
     static V load_bf16_pair_second(const void* p) {
-        const __m256i pairs = _mm256_loadu_si256(static_cast<const __m256i*>(p));
-        return _mm256_castsi256_ps(_mm256_blend_epi16(_mm256_setzero_si256(), pairs, 0xaa));
+        // In the one register of the result: gcc would keep the zeros, or a mask, in one that a sum needs.
+        __m256 second;
+        asm("vpxor %x0, %x0, %x0\n\tvpblendw $0xaa, %1, %0, %0"
+            : "=x"(second)
+            : "m"(*static_cast<const __m256i_u*>(p)));
+        return second;
     }
 };
 
