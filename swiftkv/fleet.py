@@ -23,6 +23,7 @@ from swiftkv.planning.node import plan_one_more
 from swiftkv.planning.replacement import check_replacement
 from swiftkv.planning.transports import lending_transports
 from swiftkv.server.client import EngineClient
+from swiftkv.server.engine_state import EngineState
 from swiftkv.server.forecast import ForecastLimits
 from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
 from swiftkv.server.metrics import GatewayMetrics, ModelMetrics
@@ -104,7 +105,8 @@ class Fleet:
         """
         config = self.config.with_model(section)
         plan = plan_one_more(config, self.plans)
-        check_fits_machine([plan])  # alone: others may sleep
+        awake = [member.plan for member in self.members.values() if member.client.state is not EngineState.ASLEEP]
+        check_fits_machine([*awake, plan])
         check_host_memory([*self.plans, plan])
         return config, plan
 

@@ -25,7 +25,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # fresh ones, to be copied; the last used is the last
         self._compiling: set[str] = set()
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._compiled: queue.SimpleQueue[tuple[str, LLMatcher | ValueError]] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[tuple[str, LLMatcher | BaseException]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
         before = threading.stack_size(_STACK_BYTES)
@@ -48,7 +48,8 @@ class GrammarCompiler:
     def take_compiled(self) -> Iterator[tuple[str, ValueError | None]]:
         """Yield the grammars that were compiled since the last time, or why one could not be.
 
-        Each is kept until the next one is asked for, at least: more may have been compiled than are kept.
+        Each is kept until the next one is asked for, at least: more may have been compiled than are kept. Raises what
+        ended the compiler, for nobody would end the wait of a grammar's requests.
         """
         while not self._compiled.empty():
             grammar, outcome = self._compiled.get()
@@ -56,6 +57,8 @@ class GrammarCompiler:
             if isinstance(outcome, ValueError):
                 yield grammar, outcome
                 continue
+            if isinstance(outcome, BaseException):
+                raise outcome
             self._kept[grammar] = outcome
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
@@ -72,8 +75,8 @@ class GrammarCompiler:
             try:
                 matcher = new_matcher(self._tokenizer, grammar)
                 matcher.compute_bitmask()  # copies of the matcher begin with this mask, and need not compute it again
-                outcome: LLMatcher | ValueError = matcher
-            except ValueError as error:
+                outcome: LLMatcher | BaseException = matcher
+            except BaseException as error:  # noqa: BLE001 (the thread of the step loop raises it)
                 outcome = error
             self._compiled.put((grammar, outcome))
             with self._lock:

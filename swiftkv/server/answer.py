@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,9 +64,11 @@ class BegunRequest(Generic[BodyT_co]):
     """A request that an engine has begun to answer.
 
     Attributes:
+        request_id: The `X-Request-Id` of the answer, which its own id ends with, as vLLM's does.
         choices: One for each sequence, those of one prompt next to each other.
     """
 
+    request_id: str
     model: ModelHandle
     body: BodyT_co
     prompts: Sequence[Prompt]
@@ -110,7 +111,7 @@ class Answer(ABC):
 
     def __init__(self, request: BegunRequest[CompletionBody | ChatBody]) -> None:
         model, body = request.model, request.body
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{request.request_id}"
         self.created = int(time.time())
         self.model = model
         self.prompts = request.prompts

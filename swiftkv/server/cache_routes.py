@@ -34,7 +34,7 @@ _PREFIX = f"{ADMIN_PATH}/cache"
 Name = Annotated[str, Path(description="Name of the model")]
 PinId = Annotated[str, Path(description="Number of the pin", pattern="^[0-9]{1,18}$")]
 TimeToLive = Annotated[str, Query(description="How long to keep it, such as 90s, 30m or 24h", pattern=DURATION_PATTERN)]
-RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer")]
+RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer; may have slashes")]
 
 MEANINGS: dict[CacheStop, str] = {
     "complete": "nothing more could be: only whole blocks match, and at least the last token is computed",
@@ -66,7 +66,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
         reported = ((model.name, model.client.stats) for model in models.all())
         return json_response(CacheOverview([_view(name, stats) for name, stats in reported if stats is not None]))
 
-    @router.get("/requests/{request_id}", responses=documented("RequestMatch", 404, 503))
+    @router.get("/requests/{request_id:path}", responses=documented("RequestMatch", 404, 503))
     async def why(request_id: RequestId) -> Response:
         """Say why a request of late found no more of its prompt in the cache."""
         for model in models.all():
@@ -89,7 +89,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
 def _pins_router(models: ModelTable) -> APIRouter:
     router = APIRouter(prefix=_PREFIX)
 
-    @router.post("/requests/{request_id}/pin", responses=documented("PinChange", 400, 404, 409, 503))
+    @router.post("/requests/{request_id:path}/pin", responses=documented("PinChange", 400, 404, 409, 503))
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
         """Keep what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
         for model in models.all():

@@ -161,6 +161,7 @@ def begin(
     model: ModelHandle,
     body: CompletionBody | ChatBody,
     prepared: Prepared,
+    request_id: str,
     *,
     make_answer: AnswerMaker | None = None,
     targets: Targets = NO_TARGETS,
@@ -169,6 +170,7 @@ def begin(
     """Hand the sequences of a request to the engine. The caller closes the answer's generation.
 
     Args:
+        request_id: What the answer's id is to end with.
         make_answer: For a chat that was asked for in another protocol.
 
     Raises:
@@ -187,7 +189,7 @@ def begin(
     generation = model.client.generate(prepared.sequences, terms)
     model.client.metrics.observe_n(body.n or 1)
     usual: AnswerMaker = ChatAnswer if isinstance(body, ChatBody) else CompletionAnswer
-    return (make_answer or usual)(BegunRequest(model, body, prepared.prompts, prepared.choices, generation))
+    return (make_answer or usual)(BegunRequest(request_id, model, body, prepared.prompts, prepared.choices, generation))
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -122,7 +122,10 @@ async def _answer(
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
     is_awake = not model.must_wake
     await wake_if_asked(request, model)  # it may have been put to sleep, for nothing was in flight
-    answer = begin(model, body, prepared, make_answer=make_answer, targets=targets, is_traced=record.is_traced)
+    answer = begin(
+        model, body, prepared, record.request_id,
+        make_answer=make_answer, targets=targets, is_traced=record.is_traced,
+    )  # fmt: skip
     if is_awake:
         model.client.metrics.observe_handed_over(request.state.reading_s + time.perf_counter() - began_s)
     record.finished = answer.generation.finished

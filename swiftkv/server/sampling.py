@@ -104,7 +104,7 @@ def prompt_bytes(model: ModelHandle, prompt: Sequence[int], field: str) -> bytes
         ApiError: 400 if `field` has no token, or one that is not the model's.
     """
     if not prompt:
-        raise ApiError(400, f"the {field} is empty", param=field)
+        raise ApiError(400, f"field '{field}' comes to no tokens", param=field)
     ids = np.asarray(prompt, "<i4")
     _check_vocabulary(model, int(ids.max()), field)
     return ids.tobytes()

@@ -6,6 +6,8 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from swiftkv.engine.grammar_compiler import GrammarCompiler
 from swiftkv.engine.grammar_tokens import open_tokenizer
 from swiftkv.grammars import GrammarSource, library_form
@@ -28,4 +30,14 @@ def test_each_can_be_had_when_it_is_told_however_many_came_at_once(tmp_path: Pat
         assert compiler.copy_of(grammar) is not None, grammar
         wanted.remove(grammar)
     assert wanted == []
+    compiler.close()
+
+
+def test_what_no_grammar_explains_is_raised_where_requests_would_wait_forever() -> None:
+    compiled = threading.Semaphore(0)
+    compiler = GrammarCompiler(None, compiled.release)  # type: ignore[arg-type]
+    assert compiler.copy_of(library_form(GrammarSource("choice", '["yes"]', None))) is None
+    assert compiled.acquire(timeout=60)
+    with pytest.raises(TypeError):
+        list(compiler.take_compiled())
     compiler.close()

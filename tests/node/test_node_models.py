@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from swiftkv.background import PATIENCE_VARIABLE
 from swiftkv.cli import app
+from swiftkv.machine_memory import allowed_memory_bytes
 from tests.support.completions import complete, streaming
 from tests.support.node_process import (
     DEADLINE_S,
@@ -154,6 +155,16 @@ def test_a_model_that_cannot_be_leaves_the_node_as_it_was(
     assert refused.json()["error"]["code"] == code
     assert says in refused.json()["error"]["message"]
     assert traces(node) == before
+    assert_alone(node)
+
+
+def test_a_model_must_fit_the_machine_beside_those_that_are_awake(node: NodeProcess, checkpoint: Path) -> None:
+    [section] = small_models(checkpoint, "guest")
+    weight_bytes = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    fits_alone_bytes = allowed_memory_bytes() - 2 * weight_bytes - (32 << 20)  # half of the pool of `steady`
+    refused = add(node, section | {"kv_cache": {"memory": f"{fits_alone_bytes >> 10}KiB"}})
+    assert refused.status_code == 400
+    assert "kv_cache.memory: steady, guest: pools of" in refused.json()["error"]["message"]
     assert_alone(node)
 
 

@@ -377,7 +377,7 @@ def test_usage_costs_the_same_for_any_number_of_sequences(gateway: Gateway) -> N
         def measure(body: CompletionBody = body) -> None:
             choices = make_choices(model, body, prompts, is_held=False)
             with model.client.generate(sequence_requests(model, body, [[1, 2, 3]])) as generation:
-                answer = CompletionAnswer(BegunRequest(model, body, prompts, choices, generation))
+                answer = CompletionAnswer(BegunRequest("asked", model, body, prompts, choices, generation))
                 costs.append(calls(answer.usage))
 
         gateway.call(measure)

@@ -57,6 +57,21 @@ def test_a_sound_id_is_kept(gateway: Gateway, sent: str) -> None:
             assert http.get(path, headers={"X-Request-Id": sent}).headers["x-request-id"] == sent
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "prefix"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "cmpl-"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "chatcmpl-"),
+    ],
+)
+def test_the_id_of_an_answer_ends_with_it(gateway: Gateway, path: str, fields: dict[str, Any], prefix: str) -> None:
+    with gateway.http() as http:
+        body = {"model": "chat", "max_tokens": 1, **fields}
+        asked, again = (http.post(path, json=body, headers=headers) for headers in ({"X-Request-Id": "my/id"}, {}))
+    assert asked.json()["id"] == f"{prefix}my/id"
+    assert again.json()["id"] == prefix + again.headers["x-request-id"]
+
+
 @pytest.mark.parametrize("sent", ["", "two words", "~" * 129, "caf\xe9", "tab\there"])
 def test_others_get_a_new_one(gateway: Gateway, sent: str) -> None:
     with gateway.http() as http:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
+from uuid import uuid4
 
 from swiftkv.server.batches.checking import InputCheck
 from swiftkv.server.batches.lines import answered, parse_line, refused
@@ -248,7 +249,7 @@ class BatchRunner:
         check(model, body)
         prepared = await prepare(model, body, len(text))
         running.num_sequences = len(prepared.sequences)
-        answer = begin(model, body, prepared)
+        answer = begin(model, body, prepared, uuid4().hex)
         running.generation = answer.generation
         with answer.generation:
             async for batch in deltas(answer.generation, answer.choices):

@@ -6,7 +6,6 @@ import base64
 import time
 from collections.abc import Sequence
 from typing import Literal
-from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -37,7 +36,7 @@ async def embed(model: ModelHandle, body: EmbeddingBody, num_bytes: int, record:
     _check_dimensions(recipe, body.dimensions)
     prompts = await model.threads.run(lambda: _prompts(model, recipe, body), num_bytes)
     pooled = await pool(model, prompts, HIDDEN_STATE, body, record)
-    return await model.threads.run(lambda: _answer(model, recipe, body, pooled), pooled.rows.nbytes)
+    return await model.threads.run(lambda: _answer(model, recipe, body, pooled, record), pooled.rows.nbytes)
 
 
 def recipe_of(model: ModelHandle) -> EmbeddingRecipe:
@@ -113,13 +112,15 @@ def _prompts(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody) -
     return [prompt_bytes(model, prompt, "input") for prompt in prompts]
 
 
-def _answer(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody, pooled: Pooled) -> bytes:
+def _answer(
+    model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody, pooled: Pooled, record: RequestRecord
+) -> bytes:
     rows = pooled.rows[:, : body.dimensions]
     if recipe.normalize and body.use_activation is not False:
         rows = unit_length(rows)
     return msgspec.json.encode(
         EmbeddingList(
-            f"embd-{uuid4().hex}",
+            f"embd-{record.request_id}",
             int(time.time()),
             model.name,
             [Embedding(index, _vector(row, body.encoding_format or "float")) for index, row in enumerate(rows)],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -37,7 +36,7 @@ async def score(model: ModelHandle, body: ScoreBody, num_bytes: int, record: Req
     """
     scores, usage = await _scores(model, body.pairs(), body, num_bytes, record)
     data = [Score(index, value) for index, value in enumerate(scores.tolist())]
-    return msgspec.json.encode(ScoreList(f"score-{uuid4().hex}", int(time.time()), model.name, data, usage))
+    return msgspec.json.encode(ScoreList(f"score-{record.request_id}", int(time.time()), model.name, data, usage))
 
 
 async def rerank(model: ModelHandle, body: RerankBody, num_bytes: int, record: RequestRecord) -> bytes:
@@ -49,7 +48,7 @@ async def rerank(model: ModelHandle, body: RerankBody, num_bytes: int, record: R
     results = [
         RankedDocument(index, float(scores[index]), RankedText(texts[index]) if shows else UNSET) for index in best
     ]
-    return msgspec.json.encode(Ranking(f"score-{uuid4().hex}", model.name, results, usage))
+    return msgspec.json.encode(Ranking(f"score-{record.request_id}", model.name, results, usage))
 
 
 async def _scores(
