@@ -56,6 +56,16 @@ def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = No
         )
 
 
+def why_too_large(plans: Sequence[ModelPlan]) -> str | None:
+    """Return why this machine's memory is not enough for models and their tiers, `None` if it is."""
+    try:
+        check_fits_machine(plans)
+        check_host_memory(plans)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def _on_host(plans: Sequence[ModelPlan]) -> list[SizedPlan]:
     """Return the plans of the models whose weights and pools lie in this machine's memory."""
     return [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]

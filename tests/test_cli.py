@@ -149,6 +149,15 @@ def test_a_context_far_below_the_model_s_is_warned_about(
     assert "".join(warnings).startswith(f"a: {warning}" if warning else "")
 
 
+def test_what_is_larger_than_the_machine_is_planned_and_not_served(tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, kv_cache: {{memory: 64TiB}}}}]")
+    planned, served = run("plan", file), run("serve", file)
+    assert planned.exit_code == 0
+    assert "\nthis machine does not serve it: kv_cache.memory: a: pools of 64TiB and weights of" in planned.stdout
+    assert served.exit_code == 2
+    assert served.stderr.startswith(f"{file}: kv_cache.memory: a: pools of 64TiB and weights of")
+
+
 def test_plan_shows_what_each_master_can_borrow(tmp_path: Path, checkpoint: Path) -> None:
     models = [
         f"{{name: one, path: {checkpoint}, role: master, kv_cache: {{memory: 1MiB}}}}",
