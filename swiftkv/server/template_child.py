@@ -43,9 +43,15 @@ def begin() -> Callable[[bytes], bytes]:
             jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError,
             AttributeError,
         ) as error:  # fmt: skip
-            return msgspec.msgpack.encode(Rendered(why=ascii(str(error) or type(error).__name__)[1 : _SHOWN_CHARS + 1]))
+            return msgspec.msgpack.encode(Rendered(why=_shown(error)))
 
     return render
+
+
+def _shown(error: Exception) -> str:
+    """Return an error as one line of ASCII. Jinja's own are sentences; others need the name of their type."""
+    kind = "" if isinstance(error, jinja2.TemplateError) and str(error) else type(error).__name__
+    return ascii(": ".join(filter(None, (kind, str(error)))))[1:-1][:_SHOWN_CHARS]
 
 
 if __name__ == "__main__":

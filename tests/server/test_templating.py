@@ -104,10 +104,11 @@ HOSTILE = {
     "outside the sandbox": "{{ messages.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}",
     "no template": "{% for %}",
     "refusing": "{{ raise_exception('no such thing') }}",
+    "dividing": "{{ 1 / 0 }}",
 }
+MISTAKES = {"refusing": "no such thing", "dividing": "ZeroDivisionError: division by zero"}
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_request_may_bring_a_template_where_it_is_allowed(
     tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
@@ -125,6 +126,8 @@ def test_a_request_may_bring_a_template_where_it_is_allowed(
             for name, template in HOSTILE.items():
                 response = http.post("/v1/chat/completions", json={**body, "chat_template": template})
                 assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template"), name
+                if name in MISTAKES:
+                    assert response.json()["error"]["message"] == f"field 'chat_template': {MISTAKES[name]}"
             assert http.post("/v1/chat/completions", json={**body, **own}).status_code == 200
             tokenized = http.post("/tokenize", json={"model": "chat", "messages": MESSAGES, "chat_template": "x"})
             assert tokenized.status_code == 400
