@@ -105,10 +105,15 @@ class Fleet:
         """
         config = self.config.with_model(section)
         plan = plan_one_more(config, self.plans)
-        awake = [member.plan for member in self.members.values() if member.client.state is not EngineState.ASLEEP]
-        check_fits_machine([*awake, plan])
+        self._check_room(plan)
         check_host_memory([*self.plans, plan])
         return config, plan
+
+    def _check_room(self, plan: ModelPlan) -> None:
+        """Raise `ConfigError` if a model that is to be loaded does not fit the machine beside those that are awake."""
+        others = [member for member in self.members.values() if member.plan.name != plan.name]
+        awake = [member.plan for member in others if member.client.state is not EngineState.ASLEEP]
+        check_fits_machine([*awake, plan])
 
     def check_files(self, name: str) -> None:
         """Raise `ConfigError` unless a model could be started again with the files that are there now."""
@@ -213,6 +218,7 @@ class Fleet:
             self.lending,
             supervisor.put_to_rest,
             give_way_s=give_way_s,
+            check_room=partial(self._check_room, plan),
             can_stay=model.tensor_parallel_size == 1,
         )
         lenders = () if lending is None else tuple(peer.name for peer in lending.lenders)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from swiftkv.errors import ConfigError
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
@@ -27,16 +28,19 @@ class Sleeper:
         end_engine: Callable[[], Awaitable[None]],
         *,
         give_way_s: Callable[[], float] = float,
+        check_room: Callable[[], None] = lambda: None,
         can_stay: bool = True,
     ) -> None:
         """`end_engine` returns when the process is gone. `can_stay`: level 1 is possible.
 
-        `give_way_s` returns for how long the model, when it wakes, is to load behind the work of others.
+        `give_way_s` returns for how long the model, when it wakes, is to load behind the work of others. `check_room`
+        raises `ConfigError` if there is no memory for it beside those that are awake.
         """
         self._client = client
         self._lending = lending
         self._end_engine = end_engine
         self._give_way_s = give_way_s
+        self._check_room = check_room
         self._can_stay = can_stay
         self._changing = asyncio.Lock()
         self._waking: asyncio.Task[None] | None = None
@@ -82,7 +86,7 @@ class Sleeper:
         """Wake the model if it is asleep, and return when it serves. One task wakes it for all callers.
 
         Raises:
-            ApiError: 503 if it does not serve.
+            ApiError: 503 if it does not serve, or there is no memory for it.
         """
         await self._until_woken()
         self._client.check_available()
@@ -91,7 +95,7 @@ class Sleeper:
         """Do as `wake` does, for one of the requests that wait for it. It may be asleep again when this returns.
 
         Raises:
-            ApiError: 429 if as many wait as the model may have in flight, 503 if it does not serve.
+            ApiError: 429 if as many wait as the model may have in flight, else as `wake`.
         """
         client = self._client
         if self._num_waiting >= client.max_in_flight:
@@ -116,6 +120,11 @@ class Sleeper:
         async with self._changing:
             status = self._client.status
             if status.state is EngineState.ASLEEP:
+                try:
+                    self._check_room()
+                except ConfigError as error:
+                    message = f"model '{self._client.name}' stays asleep: {error}"
+                    raise ApiError(503, message, param="model", code="no_room") from None
                 self._client.wake(self._give_way_s())
                 self._restoring = asyncio.create_task(self._lending.lend_as_before(self._client.name))
             await status.until_not(EngineState.WAKING)

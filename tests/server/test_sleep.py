@@ -13,12 +13,15 @@ from typing import Any
 import httpx
 import pytest
 from echo_coordinator import FIRST_BUDGET_BYTES, POOL_BYTES
-from echo_gateway import Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway
 from typer.testing import CliRunner
 
 from swiftkv.cli import app
+from swiftkv.errors import ConfigError
 from swiftkv.server.engine_state import EngineState
+from swiftkv.server.errors import ApiError
 from swiftkv.server.lending import LendingMember, NodeLending
+from swiftkv.server.sleep import Sleeper
 from swiftkv.server.tokenizer import Tokenizer
 from tests.support.node_process import wait_for
 
@@ -58,6 +61,23 @@ def lending(gateway: Gateway) -> dict[str, Any]:
     with gateway.admin() as http:
         (code,) = (m for m in http.get("/admin/lending").json()["models"] if m["model"] == "code")
     return dict(code)
+
+
+def test_a_model_stays_asleep_where_there_is_no_memory_for_it(own_gateway: Gateway) -> None:
+    def check_room() -> None:
+        raise ConfigError("kv_cache.memory: too much")
+
+    async def end_engine() -> None:
+        raise AssertionError("it sleeps")
+
+    sleeper = Sleeper(own_gateway.clients["code"], NodeLending([], False, "none"), end_engine, check_room=check_room)
+    admin(own_gateway, "code/sleep?level=1").raise_for_status()
+    with pytest.raises(ApiError, match=r"model .code. stays asleep: kv_cache\.memory: too much") as refused:
+        asyncio.run_coroutine_threadsafe(sleeper.wake(), own_gateway.loop).result(PATIENCE_S)
+    assert (refused.value.status, refused.value.code) == (503, "no_room")
+    assert state(own_gateway, "code") is EngineState.ASLEEP
+    admin(own_gateway, "code/wake").raise_for_status()
+    assert complete(own_gateway, "code").status_code == 200
 
 
 @pytest.mark.parametrize(
