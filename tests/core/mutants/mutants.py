@@ -79,6 +79,7 @@ RATES, LOADS, LOADER = "tier/rates.py", "tier/loads.py", "tier/loader.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
 FILE_WRITING = "storage/file_writing.py"
+SENT, ENGINE = "server/sent_prefixes.py", "engine/engine.py"
 HOST_MEMORY = "host/host_memory.cpp"
 
 MUTANTS = [
@@ -1096,5 +1097,32 @@ MUTANTS = [
         HOST_MEMORY,
         "        header_.free = chunk;\n        ++header_.num_free;",
         "        header_.free = chunk;",
+    ),
+    # What prompts are expected to find in the cache.
+    one("a prompt waits for what it brings itself", SENT, "!= request_id:\n", "!= _NOBODY:\n"),
+    one("what waits counts as cached", SENT, "_NOBODY) is None:", "_NOBODY) != _NOBODY:"),
+    one("a beginning is the last one's", SENT, "= self._first.pop(piece, request_id)", "= request_id"),
+    one("beginnings are forgotten before ends", SENT, "for piece in reversed(pieces):", "for piece in pieces:"),
+    one("nothing is forgotten", SENT, "> self.max_tokens:", "> 1e18:"),
+    one("nobody hears of a prompt that begins", SENT, "freed += self._waiting_for.pop(piece, ())", "pass"),
+    one(
+        "a prompt given up leaves its beginnings",
+        SENT,
+        "                del self._first[piece]\n",
+        "                pass\n",
+    ),
+    one("a prompt given up waits for others", SENT, "            alike.remove(request_id)\n", ""),
+    one(
+        "what is cached is counted from where a prompt waited",
+        SENT,
+        "Found(prompt.num_cached_pieces * _PIECE_TOKENS, found",
+        "Found(found.num_cached, found",
+    ),
+    # The order of requests.
+    one(
+        "a request has waited since its engine read it",
+        ENGINE,
+        "arrival_s=request.arrived_s,",
+        "arrival_s=time.monotonic(),",
     ),
 ]

@@ -66,6 +66,8 @@ TESTS = {
         )
     ],
     "host": ["tests/storage/test_host_states.py", "tests/storage/test_host_medium.py"],
+    "server": ["tests/server/test_sent_prefixes.py"],
+    "engine": ["tests/engine/test_engine.py"],
 }
 
 PYTHON_ROOMS = {mutant.room for mutant in MUTANTS if mutant.is_python}
