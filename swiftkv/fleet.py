@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -110,10 +110,16 @@ class Fleet:
         return config, plan
 
     def _check_room(self, plan: ModelPlan) -> None:
-        """Raise `ConfigError` if a model that is to be loaded does not fit the machine beside those that are awake."""
-        others = [member for member in self.members.values() if member.plan.name != plan.name]
-        awake = [member.plan for member in others if member.client.state is not EngineState.ASLEEP]
-        check_fits_machine([*awake, plan])
+        """Raise `ConfigError` if a model that is to be loaded does not fit the machine beside what the others hold.
+
+        One that sleeps holds its pool at level 1, and nothing at level 2.
+        """
+        held = []
+        for member in self.members.values():
+            is_asleep = member.client.state is EngineState.ASLEEP
+            if member.plan.name != plan.name and (member.supervisor.has_process or not is_asleep):
+                held.append(replace(member.plan, weight_bytes=0) if is_asleep else member.plan)
+        check_fits_machine([*held, plan])
 
     def check_files(self, name: str) -> None:
         """Raise `ConfigError` unless a model could be started again with the files that are there now."""

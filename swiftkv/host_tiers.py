@@ -32,7 +32,7 @@ def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = N
         raise ConfigError(
             f"kv_cache.memory: {', '.join(plan.name for plan in on_host)}: pools of {format_size(pool_bytes)} and "
             f"weights of {format_size(weight_bytes)} are more than the {format_size(allowed_bytes)} that this machine "
-            "or control group allows; write less, or have fewer models awake"
+            "or control group allows; write less, or put a model to sleep at level 2"
         )
 
 

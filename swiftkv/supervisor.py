@@ -89,6 +89,11 @@ class EngineSupervisor:
         """Whether other engines may be waiting for this one in vain."""
         return self._watch is not None and self._watch.is_unresponsive
 
+    @property
+    def has_process(self) -> bool:
+        """Whether there is a process, or something of it is left."""
+        return self._life is not None and not self._life.done()
+
     async def start(self) -> Ready:
         """Start the process, and wait until its model is loaded and it takes requests. Raises `EngineError`."""
         return await self._start(0.0)

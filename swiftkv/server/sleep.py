@@ -34,7 +34,7 @@ class Sleeper:
         """`end_engine` returns when the process is gone. `can_stay`: level 1 is possible.
 
         `give_way_s` returns for how long the model, when it wakes, is to load behind the work of others. `check_room`
-        raises `ConfigError` if there is no memory for it beside those that are awake.
+        raises `ConfigError` if there is no memory for it beside what the others hold.
         """
         self._client = client
         self._lending = lending
