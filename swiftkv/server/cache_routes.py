@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import Response
 
 from swiftkv.engine.messages import CacheReport, CacheStop, EngineStats, Explanation
@@ -36,6 +37,21 @@ PinId = Annotated[str, Path(description="Number of the pin", pattern="^[0-9]{1,1
 TimeToLive = Annotated[str, Query(description="How long to keep it, such as 90s, 30m or 24h", pattern=DURATION_PATTERN)]
 RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer; may have slashes")]
 
+
+class _RequestIdConvertor(Convertor[str]):
+    """Takes ids with slashes, except those that end like the path of a pin."""
+
+    regex = "(?!.*/pin$).+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("request_id", _RequestIdConvertor())
+
 MEANINGS: dict[CacheStop, str] = {
     "complete": "nothing more could be: only whole blocks match, and at least the last token is computed",
     "prompt_logprobs": "it asked for prompt_logprobs, so all of its prompt was computed",
@@ -66,7 +82,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
         reported = ((model.name, model.client.stats) for model in models.all())
         return json_response(CacheOverview([_view(name, stats) for name, stats in reported if stats is not None]))
 
-    @router.get("/requests/{request_id:path}", responses=documented("RequestMatch", 404, 503))
+    @router.get("/requests/{request_id:request_id}", responses=documented("RequestMatch", 404, 503))
     async def why(request_id: RequestId) -> Response:
         """Say why a request of late found no more of its prompt in the cache."""
         for model in models.all():

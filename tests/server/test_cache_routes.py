@@ -65,12 +65,14 @@ def test_why_a_request_found_no_more(own_gateway: Gateway) -> None:
 
 
 def test_an_id_may_have_slashes(own_gateway: Gateway) -> None:
-    name = "team/job?7/pin"
+    name = "team/job?7"
     complete(own_gateway, name, model="code")
     assert json.loads(run(own_gateway, "why", name, "--json").stdout)["request_id"] == name
     pinned = run(own_gateway, "pin", name, "--for", "2h")
     assert "code keeps 96 tokens" in pinned.stdout, pinned.stderr
     assert run(own_gateway, "unpin", "code", "1").exit_code == 0
+    with own_gateway.admin() as http:
+        assert http.get("/admin/cache/requests/team/pin").headers["allow"] == "POST"
 
 
 def test_a_request_that_is_not_known(own_gateway: Gateway) -> None:
