@@ -26,7 +26,7 @@ import openvino_genai as genai
 class Pipeline:
     """The continuous-batching pipeline, stepped by one thread for as long as there is work."""
 
-    def __init__(self, directory: str, threads: int, cache_gib: int) -> None:
+    def __init__(self, directory: str, threads: int, cache_gib: int, precision: str) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = cache_gib
         scheduler.enable_prefix_caching = True
@@ -35,8 +35,8 @@ class Pipeline:
         scheduler.dynamic_split_fuse = True
         properties = {
             "INFERENCE_NUM_THREADS": threads,
-            "KV_CACHE_PRECISION": "bf16",
-            "INFERENCE_PRECISION_HINT": "bf16",
+            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_PRECISION_HINT": precision,
         }
         self._pipeline = genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", properties)
         self._arrivals: queue.Queue[tuple[list[int], int, queue.Queue[int]]] = queue.Queue()
@@ -111,10 +111,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache-gib", type=int, default=1)
+    parser.add_argument("--precision", choices=("bf16", "f32"), default="bf16", help="f32 on processors with AVX2 only")
     args = parser.parse_args()
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", args.port), make_handler(Pipeline(args.model, args.threads, args.cache_gib))
-    )
+    pipeline = Pipeline(args.model, args.threads, args.cache_gib, args.precision)
+    server = ThreadingHTTPServer(("127.0.0.1", args.port), make_handler(pipeline))
     print(f"http://127.0.0.1:{args.port}", flush=True)
     server.serve_forever()
 
