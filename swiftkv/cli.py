@@ -145,7 +145,7 @@ def plan(
 
             print(json.dumps(plan_as_dict(config, plans, rooms), indent=2))
         else:
-            from swiftkv.host_tiers import why_too_large
+            from swiftkv.host_tiers import check_memory
             from swiftkv.planning.advice import small_contexts
             from swiftkv.planning.tables import print_plan
 
@@ -153,8 +153,10 @@ def plan(
             for model_config, model_plan in zip(config.models, plans, strict=True):
                 for warning in small_contexts(model_config, model_plan):
                     print(f"\n{warning}")
-            if (why_not := why_too_large(plans)) is not None:
-                print(f"\nthis machine does not serve it: {why_not}")
+            try:
+                check_memory(plans)
+            except ConfigError as error:
+                print(f"\nthis machine does not serve it: {error}")
 
 
 @app.command(

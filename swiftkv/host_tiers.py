@@ -19,6 +19,12 @@ from swiftkv.units import format_size
 _LARGEST_PART = 0.8
 
 
+def check_memory(plans: Sequence[ModelPlan]) -> None:
+    """Raise `ConfigError` if this machine's memory is not enough for models that serve together and their tiers."""
+    check_fits_machine(plans)
+    check_host_memory(plans)
+
+
 def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
     """Raise `ConfigError` if weights and pools of models on the CPU need more memory than there is at all.
 
@@ -54,16 +60,6 @@ def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = No
             f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
             f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
         )
-
-
-def why_too_large(plans: Sequence[ModelPlan]) -> str | None:
-    """Return why this machine's memory is not enough for models and their tiers, `None` if it is."""
-    try:
-        check_fits_machine(plans)
-        check_host_memory(plans)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _on_host(plans: Sequence[ModelPlan]) -> list[SizedPlan]:

@@ -24,7 +24,7 @@ from swiftkv.config import Config
 from swiftkv.devices import check_devices
 from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
-from swiftkv.host_tiers import check_fits_machine, check_host_memory
+from swiftkv.host_tiers import check_memory
 from swiftkv.latency import prefer_latency
 from swiftkv.model_changes import RunningModels
 from swiftkv.output import detach_output, open_standard_descriptors
@@ -114,8 +114,7 @@ def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:
     """Check what the node needs of this machine, and return how many clients it takes."""
     config.node.check_access()
     check_devices(config)
-    check_fits_machine(plans)
-    check_host_memory(plans)
+    check_memory(plans)
     open_files = allow_open_files()
     return NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
 

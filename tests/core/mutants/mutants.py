@@ -1098,7 +1098,7 @@ MUTANTS = [
         "        header_.free = chunk;\n        ++header_.num_free;",
         "        header_.free = chunk;",
     ),
-    # What prompts are expected to find in the cache.
+    # Prompts are expected to find in the cache what others were sent before.
     one("a prompt waits for what it brings itself", SENT, "!= request_id:\n", "!= _NOBODY:\n"),
     one("what waits counts as cached", SENT, "_NOBODY) is None:", "_NOBODY) != _NOBODY:"),
     one("a beginning is the last one's", SENT, "= self._first.pop(piece, request_id)", "= request_id"),
@@ -1118,7 +1118,7 @@ MUTANTS = [
         "Found(prompt.num_cached_pieces * _PIECE_TOKENS, found",
         "Found(found.num_cached, found",
     ),
-    # The order of requests.
+    # Requests have waited since they came to the gateway.
     one(
         "a request has waited since its engine read it",
         ENGINE,
