@@ -227,6 +227,22 @@ class PromptQueue:
     def end_of_class(self, priority: int) -> float:
         """Return the priority from which on running requests give way to a prompt: those of lower classes do."""
 
+class ForecastErrors:
+    """The errors of the latest 512 forecasts of the time to the first token.
+
+    Forecasts for similar requests have similar errors: with `hrrn`, shorter prompts that come later overtake a long
+    one, but hardly ever a short one. So a request is compared with those whose prompt and forecast were about as long.
+    """
+
+    def __init__(self, part: float) -> None:
+        """`part` of similar requests have their first token within the allowance."""
+
+    def note(self, num_left: int, forecast_s: float, actual_s: float) -> None:
+        """Note when a first token came, of a prompt with so many tokens left to compute."""
+
+    def allowance(self, num_left: int, forecast_s: float) -> float:
+        """Return the factor on the forecast within which `part` of similar requests had a token; 1 if they are few."""
+
 class StepWork:
     """The sizes of a step that its time depends on."""
 

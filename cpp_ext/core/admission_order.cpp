@@ -1,6 +1,5 @@
 #include "admission_order.h"
 
-#include <bit>
 #include <stdexcept>
 #include <tuple>
 
@@ -29,7 +28,7 @@ class EarliestDeadlineFirst : public AdmissionOrder {
 // The response ratio is (wait + service) / service, and service is as long as what is left to compute. Lanes hold
 // requests that have about the same left, within a factor of two, so those that arrived first have the highest ratio.
 class HighestRatioFirst : public AdmissionOrder {
-    int lane(const Request& r) const override { return std::bit_width(static_cast<unsigned>(r.num_left())); }
+    int lane(const Request& r) const override { return lane_of(r.num_left()); }
     double urgency(const Request& r, double now_s) const override { return (now_s - r.arrival_s) / r.num_left(); }
     bool is_by_length() const override { return true; }
     bool interrupts_prompts() const override { return true; }

@@ -1,6 +1,7 @@
 // Which of the waiting requests goes first.
 #pragma once
 
+#include <bit>
 #include <memory>
 #include <string>
 
@@ -29,6 +30,11 @@ class AdmissionOrder {
     // Whether `a` goes before `b` at this time.
     bool goes_before(const Request& a, const Request& b, double now_s) const;
 };
+
+// The lane of `hrrn`: lengths of one lane are within a factor of two, and those of lane n are below 2^n.
+constexpr int lane_of(int num_left) {
+    return std::bit_width(static_cast<unsigned>(num_left));
+}
 
 // Throws std::invalid_argument.
 SchedulingPolicy policy_named(const std::string& name);

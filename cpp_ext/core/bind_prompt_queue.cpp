@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include "admission_order.h"
+#include "forecast_errors.h"
 #include "prompt_queue.h"
 
 namespace nb = nanobind;
@@ -60,6 +61,10 @@ void bind_prompt_queue(nb::module_& m) {
         .def("ahead_of", &PromptQueue::ahead_of, "prompt"_a, "pace"_a)
         .def("overtaking_part", &PromptQueue::overtaking_part, "prompt"_a, "pace"_a, "wait_s"_a)
         .def("end_of_class", &PromptQueue::end_of_class, "priority"_a);
+    nb::class_<ForecastErrors>(m, "ForecastErrors")
+        .def(nb::init<double>(), "part"_a)
+        .def("note", &ForecastErrors::note, "num_left"_a, "forecast_s"_a, "actual_s"_a)
+        .def("allowance", &ForecastErrors::allowance, "num_left"_a, "forecast_s"_a);
 }
 
 }  // namespace swiftkv

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "admission_order.h"
 #include "prompt_race.h"
 
 namespace swiftkv {
@@ -159,9 +160,8 @@ WorkAhead PromptQueue::ahead_of(const QueuedPrompt& prompt, const PromptPace& pa
 }
 
 std::vector<PromptQueue::Rest> PromptQueue::rests(const PromptPace& pace) const {
-    std::vector<Rest> rests;
-    rests.reserve(entries_.size());
-    for (const Entry& entry : entries_) rests.push_back(rest_of(entry.prompt, pace));
+    std::vector<Rest> rests(entries_.size());
+    for (size_t i = 0; i < rests.size(); ++i) rests[i] = rest_of(entries_[i].prompt, pace);
     return rests;
 }
 
@@ -230,6 +230,7 @@ std::vector<double> PromptQueue::shares(const QueuedPrompt& prompt, double own_s
     };
     std::vector<Flow> flows;
     std::vector<double> shares(rests.size(), 1.0);
+    if (std::ranges::all_of(entries_, [&](const Entry& e) { return e.prompt.flow == prompt.flow; })) return shares;
     const auto find = [&](int64_t flow) { return std::ranges::find(flows, flow, &Flow::flow); };
     const auto is_shared = [&](size_t i) {
         const QueuedPrompt& other = entries_[i].prompt;
@@ -256,13 +257,14 @@ std::vector<double> PromptQueue::shares(const QueuedPrompt& prompt, double own_s
 
 double PromptQueue::overtaking_part(const QueuedPrompt& prompt, const PromptPace& pace, double wait_s) const {
     if (policy_ == SchedulingPolicy::kFcfs || latest_.size() < 2) return 0;
-    const int own_lane = lane_of(prompt.num_left);
+    const auto lane = [](const QueuedPrompt& p) { return lane_of(static_cast<int>(p.num_left)); };
+    const int own_lane = lane(prompt);
     const auto part_of = [&](const QueuedPrompt& other) -> double {
         if (other.priority < prompt.priority) return 1;
         if (other.priority > prompt.priority || other.flow != prompt.flow) return 0;
         switch (policy_) {
             case SchedulingPolicy::kHrrn:  // the part of its wait during which it can be overtaken
-                return lane_of(other.num_left) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
+                return lane(other) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
             case SchedulingPolicy::kSpf:
                 return other.num_left < prompt.num_left;
             case SchedulingPolicy::kDeadline: {

@@ -6,13 +6,19 @@
 #include <limits>
 #include <vector>
 
+#include "admission_order.h"
+
 namespace swiftkv {
 
 namespace {
 
-constexpr int kNumLanes = 64;
+constexpr int kNumLanes = 33;
 constexpr int kMaxTurns = 256;  // a wait behind so many is known well enough
 constexpr double kNever = std::numeric_limits<double>::infinity();
+
+int lane_of(const Racer& r) {
+    return swiftkv::lane_of(static_cast<int>(r.num_left));
+}
 
 // Whether `a` goes before `b` after so long.
 bool goes_before(const Racer& a, const Racer& b, double time_s) {
@@ -41,8 +47,8 @@ class Race {
     Race(std::span<Racer> others, const Racer& own, double begins_s, double step_s)
         : others_(others),
           own_(own),
-          own_lane_(lane_of(own.num_left)),
-          longest_of_lane_(std::ldexp(1.0, own_lane_ + 1)),
+          own_lane_(lane_of(own)),
+          longest_of_lane_(std::ldexp(1.0, own_lane_)),
           step_s_(step_s),
           time_s_(begins_s) {
         line_up();
@@ -104,7 +110,7 @@ class Race {
         for (auto r = others_.rbegin(); r != others_.rend(); ++r) {
             if (r->has_begun && r->service_s > 0) racers_.push_back({*r, &*r});
             if (r->has_begun) continue;
-            const int lane = lane_of(r->num_left);
+            const int lane = lane_of(*r);
             num_longer_of_lane_ += lane == own_lane_ && !is_sure(*r);
             Racer*& head = heads[lane];
             r->behind = head;
@@ -119,7 +125,7 @@ class Race {
     void begin(size_t i) {
         racers_[i].now.has_begun = true;
         const Racer now = racers_[i].now;
-        const bool is_of_own_lane = lane_of(now.num_left) == own_lane_;
+        const bool is_of_own_lane = lane_of(now) == own_lane_;
         num_longer_of_lane_ -= is_of_own_lane && !is_sure(now);
         if (now.behind)
             racers_.push_back({*now.behind, now.behind});
@@ -154,10 +160,6 @@ class Race {
 };
 
 }  // namespace
-
-int lane_of(double num_left) {
-    return std::ilogb(std::max(num_left, 1.0));
-}
 
 void race(std::span<Racer> others, const Racer& own, double begins_s, double step_s) {
     Race(others, own, begins_s, step_s).run();

@@ -14,9 +14,6 @@ struct Racer {
     Racer* behind = nullptr;  // the next one of its lane that waits
 };
 
-// The lane of `hrrn`: prompts of one lane, whose lengths are within a factor of two, keep the order in which they came.
-int lane_of(double num_left);
-
 // Plays in advance what an engine computes from `begins_s` on until `own`, which arrives now and last, would be next,
 // if nobody else came. Leaves what is left then of the others' `service_s`. They are in the order in which they came.
 //

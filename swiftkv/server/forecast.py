@@ -12,9 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftkv._core import PromptPace, PromptQueue, QueuedPrompt, WorkAhead
+from swiftkv._core import ForecastErrors, PromptPace, PromptQueue, QueuedPrompt, WorkAhead
 from swiftkv.policies import SchedulingPolicy
-from swiftkv.server.forecast_errors import ForecastErrors
 from swiftkv.server.sent_prefixes import Found, SentPrefixes
 
 _USUAL_ANSWER_TOKENS = 128.0  # until some have ended
@@ -98,7 +97,15 @@ class _Answer:
 
     context: int
     held: int
-    priority: float
+    priority: int
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Holding:
+    """The number of answers of one priority, and the tokens that they hold alone."""
+
+    num_answers: int = 0
     num_tokens: int = 0
 
 
@@ -119,6 +126,7 @@ class EngineForecast:
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._queue = PromptQueue(self._limits.policy)  # sequences without a token
         self._answers: dict[int, _Answer] = {}
+        self._holding: dict[int, _Holding] = {}  # by priority
         self._context = 0
         self._last_step_s = 0.0
         self._step_s = 0.0  # the recent time of steps with answers
@@ -166,13 +174,14 @@ class EngineForecast:
             self._advance(now_s)
             self._queue.remove(request_id)
             answer = _Answer(int(queued.num_tokens), int(queued.num_left), queued.priority)
-            self._answers[request_id] = answer
-            self._context += answer.context
+            self._add_answer(request_id, answer)
             if request_id in self._forecasts:
                 num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
                 self._errors.note(num_left, forecast_s, now_s - arrived_s)
         answer.context += 1
+        answer.held += 1
         answer.num_tokens += 1
+        self._holding[answer.priority].num_tokens += 1
         self._context += 1
 
     def miss(self, request_id: int, now_s: float) -> None:
@@ -186,14 +195,31 @@ class EngineForecast:
         """Forget a sequence, however it ended."""
         self.prefixes.end(request_id)
         self._forecasts.pop(request_id, None)
-        answer = self._answers.pop(request_id, None)
+        answer = self._remove_answer(request_id)
         if answer is not None:
-            self._context -= answer.context
             self.longest_context = max(self.longest_context, answer.context)
             self._answer_tokens += (answer.num_tokens - self._answer_tokens) / _RECENT_ANSWERS
         else:
             self._advance(now_s)
             self._queue.remove(request_id)
+
+    def _add_answer(self, request_id: int, answer: _Answer) -> None:
+        self._answers[request_id] = answer
+        self._context += answer.context
+        holding = self._holding.setdefault(answer.priority, _Holding())
+        holding.num_answers += 1
+        holding.num_tokens += answer.held
+
+    def _remove_answer(self, request_id: int) -> _Answer | None:
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            self._context -= answer.context
+            holding = self._holding[answer.priority]
+            holding.num_answers -= 1
+            holding.num_tokens -= answer.held
+            if not holding.num_answers:
+                del self._holding[answer.priority]
+        return answer
 
     # ---- prospects ----
 
@@ -281,16 +307,17 @@ class EngineForecast:
         Those of lower classes need not end: they give way.
         """
         end = self._queue.end_of_class(prompt.priority)
-        answers = [answer for answer in self._answers.values() if answer.priority < end]
-        if not answers:
+        staying = [holding for priority, holding in self._holding.items() if priority < end]
+        if not staying:
             return 0.0
-        held = sum(answer.held + answer.num_tokens for answer in answers)
-        short_slots = int(ahead.num_waiting) + 1 - (self._limits.max_num_seqs - len(answers) - ahead.num_begun)
+        num_answers = sum(holding.num_answers for holding in staying)
+        held = sum(holding.num_tokens for holding in staying)
+        short_slots = int(ahead.num_waiting) + 1 - (self._limits.max_num_seqs - num_answers - ahead.num_begun)
         short_tokens = ahead.tokens_waiting + prompt.num_left - (self.pool_tokens - held)
-        num_ends = max(float(short_slots), short_tokens * len(answers) / max(1, held))
+        num_ends = max(float(short_slots), short_tokens * num_answers / max(1, held))
         if num_ends <= 0:
             return 0.0
-        part = math.ceil(num_ends) / len(answers)
+        part = math.ceil(num_ends) / num_answers
         return part * self._answer_tokens * max(self._step_s, self._decodes_s())
 
 

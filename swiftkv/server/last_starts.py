@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 
+from swiftkv._core import ForecastErrors
 from swiftkv.server.forecast import EngineForecast, Work
-from swiftkv.server.forecast_errors import ForecastErrors
 
 _PART = 0.8
 """The part of prompts alike that are computed within the allowance; benchmarks/README.md compares others."""

@@ -179,3 +179,22 @@ def test_sequences_that_are_gone_leave_nothing() -> None:
         of.end(request_id, 6.0)
     of.admitted(7, 0, 6.0)  # it was aborted when the engine began with it
     assert ttft_s(of, NewPrompt(500), 99.0) == pytest.approx(alone_s)
+
+
+def test_a_forecast_learns_from_those_that_were_forecast_and_got_a_token() -> None:
+    of = EngineForecast(ForecastLimits("fcfs"))
+    of.learn([0.001, 0.0, 0.0, 0.0, 0.0, 0.02])
+    for request_id in range(60):
+        now_s = 100.0 * request_id
+        found = of.of(NewPrompt(500), now_s)
+        assert found is not None
+        if request_id < 48:
+            assert found.hopeful_ttft_s == found.ttft_s
+        has_forecast, is_answered = request_id % 3 > 0, request_id % 3 > 1
+        of.add(request_id, NewPrompt(500), now_s, found.ttft_s if has_forecast else None)
+        if is_answered or not has_forecast:
+            of.token(request_id, now_s + 3 * found.ttft_s)
+        of.end(request_id, now_s + 4 * found.ttft_s)
+    found = of.of(NewPrompt(500), 1e4)
+    assert found is not None
+    assert found.hopeful_ttft_s == pytest.approx(3 * found.ttft_s)

@@ -75,6 +75,7 @@ PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 PROMPT_QUEUE, PROMPT_RACE = "core/prompt_queue.cpp", "core/prompt_race.cpp"
+FORECAST_ERRORS = "core/forecast_errors.cpp"
 RATES, LOADS, LOADER = "tier/rates.py", "tier/loads.py", "tier/loader.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
@@ -705,6 +706,16 @@ MUTANTS = [
         "std::min(num_predicted_ + 1, kErrorWindow);",
         "num_predicted_ + 1;",
     ),
+    # The errors of forecasts.
+    one(
+        "forecasts unlike it count",
+        FORECAST_ERRORS,
+        "std::abs(noted.octave_left - octave_left) + std::abs(noted.octave_forecast - octave_forecast) <",
+        "std::abs(noted.octave_left - octave_left) <",
+    ),
+    one("errors of long ago stay", FORECAST_ERRORS, "num_noted_++ % kRecent", "std::min(num_noted_++, kRecent - 1)"),
+    one("an allowance is for one more", FORECAST_ERRORS, "double>(num_alike))) - 1;", "double>(num_alike)));"),
+    one("few errors are enough", FORECAST_ERRORS, "num_alike < kLeastAlike", "!num_alike"),
     # Steps that are bounded in time.
     one("a step has no end", POLICY, "(!limits_.target_tpot_s || decodes.num_rows == 0)", "(true)"),
     one(
@@ -784,8 +795,8 @@ MUTANTS = [
     one(
         "prompts of a lane go in any order",
         PROMPT_RACE,
-        "std::ilogb(std::max(num_left, 1.0))",
-        "0 * std::ilogb(std::max(num_left, 1.0))",
+        "swiftkv::lane_of(static_cast<int>(r.num_left))",
+        "0 * swiftkv::lane_of(static_cast<int>(r.num_left))",
     ),
     one(
         "a prompt is interrupted within a step",

@@ -31,6 +31,7 @@ TESTS = {
             "windows",
             "step_time",
             "prompt_queue",
+            "forecast_errors",
             "bounded_steps",
             "admission_order",
             "displacement",

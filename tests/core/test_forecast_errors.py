@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from swiftkv.server.forecast import EngineForecast, ForecastLimits, NewPrompt
-from swiftkv.server.forecast_errors import ForecastErrors
+from swiftkv._core import ForecastErrors
 
 
 def test_a_forecast_is_taken_as_it_is_until_enough_have_come() -> None:
@@ -52,20 +53,22 @@ def test_the_latest_replace_what_came_long_ago() -> None:
     assert errors.allowance(100, 1.0) == 1.5
 
 
-def test_a_forecast_learns_from_those_that_were_forecast_and_got_a_token() -> None:
-    of = EngineForecast(ForecastLimits("fcfs"))
-    of.learn([0.001, 0.0, 0.0, 0.0, 0.0, 0.02])
-    for request_id in range(60):
-        now_s = 100.0 * request_id
-        found = of.of(NewPrompt(500), now_s)
-        assert found is not None
-        if request_id < 48:
-            assert found.hopeful_ttft_s == found.ttft_s
-        has_forecast, is_answered = request_id % 3 > 0, request_id % 3 > 1
-        of.add(request_id, NewPrompt(500), now_s, found.ttft_s if has_forecast else None)
-        if is_answered or not has_forecast:
-            of.token(request_id, now_s + 3 * found.ttft_s)
-        of.end(request_id, now_s + 4 * found.ttft_s)
-    found = of.of(NewPrompt(500), 1e4)
-    assert found is not None
-    assert found.hopeful_ttft_s == pytest.approx(3 * found.ttft_s)
+def test_it_is_the_quantile_of_those_alike() -> None:
+    rng = np.random.default_rng(0)
+    noted: list[tuple[int, float, float]] = []
+    errors = ForecastErrors(0.3)
+    for _ in range(1500):
+        num_left, forecast_s = int(rng.lognormal(6.0, 1.0)) + 1, float(rng.lognormal(1.0, 1.0))
+        expected = naive_allowance(0.3, noted[-512:], num_left, forecast_s)
+        assert errors.allowance(num_left, forecast_s) == pytest.approx(expected)
+        noted.append((num_left, forecast_s, forecast_s * rng.lognormal(0.0, 0.5)))
+        errors.note(*noted[-1])
+
+
+def naive_allowance(part: float, noted: list[tuple[int, float, float]], num_left: int, forecast_s: float) -> float:
+    alike = [
+        actual_s / other_s
+        for other_left, other_s, actual_s in noted
+        if abs(math.log2(other_left / num_left)) + abs(math.log2(other_s / forecast_s)) < 2
+    ]
+    return sorted(alike)[math.ceil(part * len(alike)) - 1] if len(alike) >= 16 else 1.0
