@@ -83,8 +83,8 @@ def _lock(directory: Path) -> int | None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if not is_private(status, stat.S_ISDIR):
         raise ConfigError(
-            f"node.state_dir: others than this user may read or change {directory}, where prompts and answers are "
-            f"kept; chmod 700 it, or name a directory in it, which is then made"
+            f"node.state_dir: other users can read or change {directory}, where prompts and answers are kept; "
+            f"chmod 700 it, or name a new directory in it"
         )
     lock = try_lock(directory)
     if lock is None:

@@ -187,7 +187,7 @@ class Outlook:
         self._metrics.count_refused(target)
         return ApiError(
             429,
-            f"model '{self._model}' would take {takes}, and {wanted_s:.3g} s are wanted ({target})",
+            f"model '{self._model}' would take {takes}; the target is {wanted_s:.3g} s ({target})",
             code=f"predicted_{target.removeprefix('target_')}",
             retry_after_s=min(max(_LEAST_RETRY_S, retry_after_s), MAX_RETRY_S),
         )

@@ -52,8 +52,8 @@ def check_admission(model: ModelHandle, priority: int | None) -> None:
     if priority and not model.policy.allow_priority:
         raise ApiError(
             400,
-            "field 'priority' is off, so that nobody goes before others: leave it out, or set node.allow_priority, or "
-            "the tenant's max_service_tier to priority",
+            "field 'priority' is not allowed here: leave it out, or set node.allow_priority, or the tenant's "
+            "max_service_tier to priority",
             param="priority",
         )
 

@@ -47,7 +47,7 @@ class Limits:
     template_variables: int = 64
     template_variables_bytes: int = 16 << 10  # as JSON
     label_chars: int = 1024
-    token_ids: int = 1 << 20  # in all prompts together
+    token_ids: int = 1 << 20  # in a prompt
     sequence_tokens: int = 4 << 20  # prompt tokens, once for each choice: an engine is sent them that often
     prompt_logprobs: int = 1 << 19  # numbers in one answer
     answer_logprobs: int = 4 << 20  # numbers in one answer that is not streamed

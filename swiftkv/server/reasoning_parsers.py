@@ -24,7 +24,9 @@ def choose_reasoning(name: str | None, tokenizer: Tokenizer) -> ReasoningParser 
     parser: ReasoningParser | None = _harmony(tokenizer) if found == "gpt_oss" else _tags(found, tokenizer)
     if parser is None and name is not None:
         wanted = "the special tokens of Harmony" if name == "gpt_oss" else f"{TAGS[name].begin} and {TAGS[name].end}"
-        raise CheckpointError(f"reasoning_parser: {name} needs {wanted} as tokens, which this tokenizer has not all")
+        raise CheckpointError(
+            f"reasoning_parser: {name} needs {wanted} as single tokens, and this tokenizer lacks at least one of them"
+        )
     return parser
 
 

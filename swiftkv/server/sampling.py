@@ -145,7 +145,7 @@ def _max_tokens(model: ModelHandle, body: CompletionBody | ChatBody, num_prompt_
     asked, field = _asked_tokens(body)
     if isinstance(body, CompletionBody) and asked == 0:
         if not body.echo:
-            raise ApiError(400, "field 'max_tokens' is 0: nothing is asked for without 'echo'", param="max_tokens")
+            raise ApiError(400, "field 'max_tokens' may be 0 only with 'echo': true", param="max_tokens")
         asked = 1  # the engine always generates; the answer leaves the token out
     if isinstance(body, ChatBody) and not body.must_fit and asked is not None and room >= 1:
         asked = min(asked, room)

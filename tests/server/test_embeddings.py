@@ -73,7 +73,7 @@ def test_dimensions_are_cut_before_the_length_is_made_one(embedding_gateway: Gat
     assert whole == pytest.approx(unit(echoed_numbers(LONG, [])))
     status, param, message = error(post(embedding_gateway, input=[LONG], dimensions=1))
     assert (status, param) == (400, "dimensions")
-    assert "2, 3 is" in message
+    assert "supports 2, 3" in message
 
 
 def test_the_length_may_be_kept(embedding_gateway: Gateway) -> None:

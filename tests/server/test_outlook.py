@@ -68,7 +68,7 @@ def test_a_first_token_that_would_be_late_is_refused_on_arrival(paced: Gateway) 
     assert refused.status_code == 429
     error = refused.json()["error"]
     assert re.fullmatch(
-        r"model 'chat' would take at least 0\.0\d+ s to the first token, and 0\.02 s are wanted \(target_ttft\)",
+        r"model 'chat' would take at least 0\.0\d+ s to the first token; the target is 0\.02 s \(target_ttft\)",
         error["message"],
     )
     assert (error["code"], error["type"]) == ("predicted_ttft", "rate_limit_error")
@@ -86,7 +86,7 @@ def test_tokens_that_would_come_too_slowly_are_refused(paced: Gateway) -> None:
     refused = post(paced, {TPOT: "10"})
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "predicted_tpot"
-    assert "at least 0.05 s per token, and 0.01 s are wanted (target_tpot)" in refused.json()["error"]["message"]
+    assert "at least 0.05 s per token; the target is 0.01 s (target_tpot)" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -97,7 +97,7 @@ def test_all_protocols_refuse(paced: Gateway, path: str) -> None:
         body = {"model": "chat", length: 20, **words}
         refused = http.post(path, json=body, headers={TTFT: "20"})
     assert refused.status_code == 429
-    assert "0.02 s are wanted" in refused.json()["error"]["message"]
+    assert "the target is 0.02 s" in refused.json()["error"]["message"]
     assert refused.headers["retry-after"] == "600"
 
 
@@ -154,7 +154,7 @@ def test_when_to_come_again_follows_from_what_is_forecast(tmp_path: Path) -> Non
             await say_costs(client, reader, COSTS)
             for _ in range(3):
                 begin(client, 4000)
-            with pytest.raises(ApiError, match=r"about 1\d.* s to the first token, and 5 s are wanted") as caught:
+            with pytest.raises(ApiError, match=r"about 1\d.* s to the first token; the target is 5 s") as caught:
                 begin(client, 3500, 5.0)
             assert 7 <= int(caught.value.response().headers["retry-after"]) <= 13
             assert client.num_in_flight == 4
@@ -189,7 +189,7 @@ def test_a_request_for_which_it_has_become_too_late_is_refused_before_it_begins(
             error = await say_steps(reader, late)
             assert (error.status, error.code) == (429, "predicted_ttft")
             assert re.fullmatch(
-                r"model 'late' would take about [0-9.e+]+ s to the first token, and 2\.3 s are wanted \(target_ttft\)",
+                r"model 'late' would take about [0-9.e+]+ s to the first token; the target is 2\.3 s \(target_ttft\)",
                 error.message,
             )
             assert int(error.response().headers["retry-after"]) >= 1
@@ -252,7 +252,7 @@ def test_a_text_too_long_for_its_target_is_refused_before_it_is_tokenized(tmp_pa
             await say_costs(client, reader, COSTS)
             client.outlook.refuse_unread(400, 0, Targets(0.5))
             client.outlook.refuse_unread(4000, 0, Targets())
-            with pytest.raises(ApiError, match=r"at least 4.*0\.5 s are wanted"):
+            with pytest.raises(ApiError, match=r"at least 4.*the target is 0\.5 s"):
                 client.outlook.refuse_unread(4000, 0, Targets(0.5))
 
     asyncio.run(run())

@@ -47,7 +47,7 @@ class EmbeddingBody(PooledBody, TruncationFields):
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="What the model was trained to be cut to"
+        None, description="The length of an embedding, one of those that the model was trained for"
     )
     prompt_name: Label | None = Field(None, description="One of the checkpoint's prompts, to stand before each text")
     add_special_tokens: bool | None = None

@@ -86,8 +86,8 @@ def _check_dimensions(recipe: EmbeddingRecipe, dimensions: int | None) -> None:
         return
     taken = f"up to {recipe.width}" if known == "any" else ", ".join(map(str, known)) or f"only {recipe.width}"
     message = (
-        f"field 'dimensions': {dimensions} is not supported, {taken} is; what a model was trained to be cut to stands "
-        "in its config.json or in models[].matryoshka_dimensions"
+        f"field 'dimensions': {dimensions} is not supported; this model supports {taken}. The sizes are those of its "
+        "config.json or of models[].matryoshka_dimensions"
     )
     raise ApiError(400, message, param="dimensions")
 
