@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -136,7 +137,7 @@ def choose_size(sizes: Sequence[int], num_tokens: int) -> int | None:
     return sizes[index] if index < len(sizes) else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Captured(Generic[Inputs]):
     inputs: Inputs
     replay: Callable[[], Tensor]  # hidden states [size, hidden_size], valid until the next
@@ -144,15 +145,28 @@ class _Captured(Generic[Inputs]):
 
 @dataclass(slots=True)
 class _Variant(Generic[Inputs]):
-    """The graphs of steps that stream through one number of buffers."""
+    """The graphs of steps that stream through one number of buffers.
+
+    They are dropped together: a graph that goes takes the memory with it that libraries keep for its capture stream
+    (cuBLAS' workspace, which the others name by address), and what it leaves of their pool serves nobody else.
+    """
 
     stream: GraphStream | None  # None: nothing is copied
+    memory: Any = None  # shared by its graphs, of which only one is replayed at a time
     by_size: dict[int, _Captured[Inputs]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)  # captured, ascending
 
     @property
+    def num_buffers(self) -> int:
+        return 0 if self.stream is None else self.stream.num_buffers
+
+    @property
     def num_tables(self) -> int:
-        return 1 if self.stream is None else self.stream.num_buffers
+        return max(1, self.num_buffers)
+
+    def drop(self) -> None:
+        self.by_size.clear()
+        self.memory = None
 
     @contextmanager
     def hooks(self) -> Iterator[KVStream]:
@@ -175,8 +189,6 @@ class DecodeGraphs(Generic[Inputs]):
         self._device = device
         self._num_entries = num_entries
         self._variants: dict[int, _Variant[Inputs]] = {}  # by number of stream buffers
-        self._memory: Any = None  # shared by all graphs, of which only one is replayed at a time
-        self._stream: torch.cuda.Stream | None = None  # for capturing: libraries keep memory for each that they see
         self.hits_total = 0
         self.misses_total = 0  # decode steps that no graph held
         self.nbytes = 0  # device memory that the graphs keep
@@ -188,25 +200,32 @@ class DecodeGraphs(Generic[Inputs]):
     def capture(self, sizes: Sequence[int], memory_limit_bytes: int, stream: GraphStream | None = None) -> None:
         """Capture `sizes`, the largest first, in inference mode: the smaller ones then live in its memory.
 
-        They are of steps that copy through `stream`, or of those that copy nothing. A size whose graph takes what all
-        graphs keep above `memory_limit_bytes` is left out, and its steps run eagerly.
+        They are of steps that copy through `stream`, or of those that copy nothing. While all graphs would keep more
+        than `memory_limit_bytes`, the larger half of the sizes is left out, whose steps run eagerly.
         """
         variant = _Variant[Inputs](stream)
-        self._variants[0 if stream is None else stream.num_buffers] = variant
+        self._variants[variant.num_buffers] = variant
         others_bytes = self._reserved_bytes() - self.nbytes
-        for size in sorted(sizes, reverse=True):
-            captured = self._capture_one(size, variant)
-            used = self._reserved_bytes() - others_bytes
-            if used <= memory_limit_bytes:
-                variant.by_size[size] = captured
-                self.nbytes = used
-                continue
-            log.warning("no CUDA graph for %d sequences: %d bytes, %d are allowed", size, used, memory_limit_bytes)
-            del captured
-            if not any(other.by_size for other in self._variants.values()):  # the memory goes with its last graph
-                self._memory = None
-            torch.cuda.empty_cache()
+        left = sorted(sizes)
+        while not self._capture_all(left, variant, others_bytes + memory_limit_bytes):
+            variant.drop()
+            largest, left = left[-1], left[: len(left) // 2]
+            log.warning(
+                "CUDA graphs of up to %d sequences take more than %d bytes: those of more than %d run eagerly",
+                largest,
+                memory_limit_bytes,
+                left[-1] if left else 0,
+            )
+        self.nbytes = self._reserved_bytes() - others_bytes
         variant.sizes = sorted(variant.by_size)
+
+    def _capture_all(self, sizes: Sequence[int], variant: _Variant[Inputs], limit_bytes: int) -> bool:
+        """Capture ascending sizes. Return False as soon as this process holds more than `limit_bytes`."""
+        for size in reversed(sizes):
+            variant.by_size[size] = self._capture_one(size, variant)
+            if self._reserved_bytes() > limit_bytes:
+                return False
+        return True
 
     def run(self, plan: EngineStep) -> Tensor | None:
         """Return hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
@@ -245,18 +264,18 @@ class DecodeGraphs(Generic[Inputs]):
             with variant.hooks() as hooks:
                 return self._model.run(inputs, hooks)
 
-        return _Captured(inputs, self._as_graph(launch) if self._device.type == "cuda" else launch)
+        return _Captured(inputs, self._as_graph(launch, variant) if self._device.type == "cuda" else launch)
 
-    def _as_graph(self, launch: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self._memory = self._memory or torch.cuda.graph_pool_handle()
-        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+    def _as_graph(self, launch: Callable[[], Tensor], variant: _Variant[Inputs]) -> Callable[[], Tensor]:
+        variant.memory = variant.memory or torch.cuda.graph_pool_handle()
+        stream = _capture_stream(self._device, variant.num_buffers)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate what they keep
             launch()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may copy and allocate meanwhile: only this one must do nothing that cannot be captured.
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=variant.memory, stream=stream, capture_error_mode="thread_local"):
             hidden = launch()
 
         def replay() -> Tensor:
@@ -272,3 +291,12 @@ class DecodeGraphs(Generic[Inputs]):
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
+
+
+@cache
+def _capture_stream(device: torch.device, num_buffers: int) -> torch.cuda.Stream:
+    """Return the stream on which graphs of this kind are captured, for as long as the process lives.
+
+    Libraries keep memory for each stream that they see, also when it is gone.
+    """
+    return torch.cuda.Stream(device)

@@ -78,6 +78,11 @@ def _joined(draws: Sequence[Draw]) -> Draw:
     return Draw(torch.cat([draw.token_ids for draw in draws]), torch.cat([draw.is_broken for draw in draws]))
 
 
+def _set(values: Tensor, slot: int, value: float) -> None:
+    """Set a slot's number without a wait. An assignment would copy a tensor from the host, and wait for all steps."""
+    values[slot].fill_(value)
+
+
 class DeviceSampler:
     """A `TokenSampler`; the same tokens as `Sampler` given the same logits, rounding at the edges of filters apart."""
 
@@ -114,11 +119,11 @@ class DeviceSampler:
 
     def seat(self, slot: int, request: Request) -> None:
         asked, params = request.sampling, self._params
-        params.temperature[slot] = asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0
-        params.top_k[slot] = asked.top_k if 0 < asked.top_k < self._vocab_size else self._vocab_size
-        params.top_p[slot] = asked.top_p
-        params.min_p[slot] = asked.min_p
-        params.seeds[slot] = int(np.uint64(request.seed).astype(np.int64))
+        _set(params.temperature, slot, asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0)
+        _set(params.top_k, slot, asked.top_k if 0 < asked.top_k < self._vocab_size else self._vocab_size)
+        _set(params.top_p, slot, asked.top_p)
+        _set(params.min_p, slot, asked.min_p)
+        _set(params.seeds, slot, int(np.uint64(request.seed).astype(np.int64)))
         self._logprob_counts[slot] = asked.logprobs or 0
         self._flags[slot] = _LOGPROBS * (asked.logprobs is not None)
         self._edits.pop(slot, None)
@@ -126,12 +131,12 @@ class DeviceSampler:
             self._flags[slot] |= _EDITED
             self._edits[slot] = edits
         has_penalties = self._counts.seat(slot, request)
-        params.is_penalised[slot] = has_penalties
+        _set(params.is_penalised, slot, has_penalties)
         if has_penalties:
             self._flags[slot] |= _PENALISED
-            params.presence[slot] = asked.presence_penalty
-            params.frequency[slot] = asked.frequency_penalty
-            params.repetition[slot] = asked.repetition_penalty
+            _set(params.presence, slot, asked.presence_penalty)
+            _set(params.frequency, slot, asked.frequency_penalty)
+            _set(params.repetition, slot, asked.repetition_penalty)
 
     def park(self, slot: int, request: Request) -> None:
         self._counts.park(slot, request.request_id)

@@ -90,7 +90,9 @@ class RankGroup:
 
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # An idle engine is no dead one, and the engine watches its ranks itself.
+    # An idle engine is no dead one, and the engine watches its ranks itself: NCCL's own watchdog would abort all that
+    # wait for a silent rank, the leader included, so that nobody could say which rank it was.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     nccl: Any = dist.ProcessGroupNCCL

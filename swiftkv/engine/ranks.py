@@ -39,6 +39,7 @@ from swiftkv.master.layer_stream import CopyKind
 from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended
 from swiftkv.transport.base import Int64Array
+from swiftkv.transport.fence import Fence
 
 EXIT_GAVE_UP = 4
 """Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
@@ -160,10 +161,15 @@ class LeadingRunner(ModelRunner):
         super().__init__(config, group, background)
         group.begin(_deadline_s(config))  # everybody has loaded its part
         self._followers = followers
+        self._deadline_s = _deadline_s(config)
 
     def forward(self, plan: EngineStep) -> torch.Tensor:
         self._followers.tell(pack_step(plan))
         return super().forward(plan)
+
+    def fence(self) -> Fence:
+        """Return a fence that raises `EngineError` if a rank is missing: NCCL itself never tells the host."""
+        return Fence(self.device, self._deadline_s)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         indices = np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows

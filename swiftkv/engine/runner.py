@@ -147,6 +147,7 @@ class ModelRunner:
         PROGRESS.forget_weights()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            torch._C._cuda_clearCublasWorkspaces()  # no graph is left that names them
             torch.cuda.empty_cache()
         else:
             ctypes.CDLL(None).malloc_trim(0)
@@ -166,12 +167,12 @@ class ModelRunner:
         is_alone = self._communicator.size == 1  # sums of several ranks cannot be captured
         if self.device.type != "cuda" or self.kernels != "triton" or not is_alone:
             return None
-        with torch.inference_mode():
+        with _out_of_memory_is_no_room(self.device), torch.inference_mode():
             return capture_graphs(self._config, self._model, self._regions, self.last_token_ids)
 
     def _capture_streaming(self) -> None:
         if self.layer_stream is not None and self.transport is not None and self.decode_graphs is not None:
-            with torch.inference_mode():
+            with _out_of_memory_is_no_room(self.device), torch.inference_mode():
                 capture_streaming(self._config, self.decode_graphs, self.layer_stream, self.transport)
 
     def forward(self, plan: EngineStep) -> torch.Tensor:

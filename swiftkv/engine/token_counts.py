@@ -51,9 +51,10 @@ class TokenCounts:
             self.outputs, self.in_prompt = token_counts(num_slots, vocab_size, self.outputs.device)
         parked = self._parked.pop(request.request_id, None)
         if parked is None:
-            self.outputs[slot] = 0
-            self.in_prompt[slot] = False
-            self.in_prompt[slot, upload(request.prompt, self.in_prompt.device).long()] = True
+            # An assignment of a number would copy it from the host, and wait for all steps that were launched.
+            self.outputs[slot].zero_()
+            prompt = upload(request.prompt, self.in_prompt.device).long()
+            self.in_prompt[slot].zero_().index_fill_(0, prompt, True)
         else:
             self.outputs[slot] = parked.outputs
             self.in_prompt[slot] = parked.in_prompt

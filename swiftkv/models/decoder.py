@@ -208,7 +208,7 @@ class LayeredDecoder(ABC):
         self._embedding = packer.tensor("model.embed_tokens.weight")  # [vocab_size, hidden_size]
         self._embedding_scale = packer.rounded(config.embedding_scale)
         self._final_norm = packer.norm("model.norm.weight")  # [hidden_size]
-        self._lm_head = packer.linear("lm_head") if config.has_head else None
+        self._lm_head = packer.head("lm_head", self._embedding) if config.has_head else None
 
     @staticmethod
     @abstractmethod

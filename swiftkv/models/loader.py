@@ -113,6 +113,16 @@ class Packer:
         self._forget(names)
         return packed
 
+    def head(self, module: str, embedding: Tensor) -> PackedLinear:
+        """Pack the last layer. A tied one shares the embedding's memory, unless kernels read another layout."""
+        name = f"{module}.weight"
+        weight = self.weights[name]
+        if weight.stored_as is None or weight.part_shape != tuple(embedding.shape):
+            return self.linear(module)
+        packed: PackedLinear = self.ops.pack_linear([embedding])
+        self._forget([name])
+        return packed
+
     def experts(self, modules: Sequence[ExpertModules], activation: GatedActivation) -> PackedExperts:
         """Pack the experts of one layer, one after the other."""
         return self.packed_experts(len(modules), activation, self._each(modules))

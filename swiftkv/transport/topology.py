@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,8 +135,7 @@ def read_topology() -> Topology:
     except pynvml.NVMLError as error:
         return Topology((), {}, f"NVML: {error}")
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [_gpu(handle) for handle in handles]
+        handles, gpus = _usable_gpus()
         chosen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
         links: dict[tuple[int, int], Link] = {}
         for b, theirs in enumerate(chosen):
@@ -146,10 +146,22 @@ def read_topology() -> Topology:
                     handles[ours], handles[theirs], pynvml.NVML_P2P_CAPS_INDEX_WRITE
                 ):
                     links[a, b] = "pcie"
+    except pynvml.NVMLError as error:
+        return Topology((), {}, f"NVML: {error}")
     finally:
         pynvml.nvmlShutdown()
-    absence = "" if chosen else "CUDA_VISIBLE_DEVICES names no GPU"
-    return Topology(tuple(gpus[index] for index in chosen), links, absence, uses_mps(os.environ))
+    return Topology(tuple(gpus[index] for index in chosen), links, _absence(gpus, chosen), uses_mps(os.environ))
+
+
+def _absence(gpus: Sequence[Gpu], chosen: Sequence[int]) -> str:
+    """Return why no GPU is `chosen`, if none is."""
+    if chosen:
+        return ""
+    if not gpus:
+        return "NVML finds no GPU that can be used"
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+        return "CUDA_VISIBLE_DEVICES names a part of a GPU (MIG), and only whole ones lend to each other"
+    return "CUDA_VISIBLE_DEVICES names no GPU"
 
 
 def uses_mps(environment: Mapping[str, str]) -> bool:
@@ -175,6 +187,19 @@ def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:
             break
         chosen += matches
     return chosen
+
+
+def _usable_gpus() -> tuple[list[object], list[Gpu]]:
+    """Return NVML's handles and descriptions, without GPUs that are lost or not permitted, as CUDA does."""
+    import pynvml
+
+    handles, gpus = [], []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        with contextlib.suppress(pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_NoPermission):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append(_gpu(handle))
+            handles.append(handle)
+    return handles, gpus
 
 
 def _gpu(handle: object) -> Gpu:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,6 +167,40 @@ def test_memory_has_a_bound() -> None:
     graphs = DecodeGraphs(Toy(NUM_BLOCKS, "cpu"), CPU, num_entries=10)
     graphs.capture([1, 2], memory_limit_bytes=-1)
     assert graphs.sizes() == []
+
+
+class Counted(DecodeGraphs[Any]):
+    """Each graph is taken to have as many bytes as rows."""
+
+    def _reserved_bytes(self) -> int:
+        return sum(sum(variant.by_size) for variant in self._variants.values())
+
+
+def test_small_batches_keep_their_graphs_where_memory_is_short() -> None:
+    generator = np.random.default_rng(0)
+    graphs = Counted(Toy(NUM_BLOCKS, "cpu"), CPU, num_entries=10)
+    graphs.capture([1, 2, 4, 8, 16], memory_limit_bytes=20)
+    assert graphs.sizes() == [1, 2]
+    assert graphs.nbytes == 3
+    assert graphs.run(decode_step([5, 6], generator, NUM_BLOCKS)) is not None
+    assert graphs.run(decode_step([5, 6, 7], generator, NUM_BLOCKS)) is None
+
+
+def test_graphs_are_dropped_together() -> None:
+    """One of several on a stream takes memory with it that the others name."""
+    kept: list[weakref.ref[object]] = []
+
+    class Watched(Counted):
+        def _capture_one(self, size: int, variant: Any) -> Any:
+            begun = len(kept) - len(variant.by_size)
+            assert all(graph() is not None for graph in kept[begun:])
+            captured = super()._capture_one(size, variant)
+            kept.append(weakref.ref(captured))
+            return captured
+
+    graphs = Watched(Toy(NUM_BLOCKS, "cpu"), CPU, num_entries=10)
+    graphs.capture([1, 2, 4, 8, 16], memory_limit_bytes=26)
+    assert [graph() is not None for graph in kept] == [False, False, False, True, True]  # 16, 8, 4; then 2, 1
 
 
 class Streamed:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftkv.engine.sampler import LogitRows, Sampler, TokenSampler, open_sampler
 from swiftkv.engine.token_masks import TokenMasks
@@ -66,6 +68,34 @@ def test_both_samplers_say_the_same_through_preemption_and_retraction() -> None:
                 for slot, request in enumerate(requests):
                     sampler.seat(slot + 3, request)
         slots = slots + np.int32(3) if step == 2 else slots
+
+
+class HostNumbers(TorchDispatchMode):
+    """Collects the operations that take a number from a tensor: where that is the host's, a device waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_number = any(isinstance(arg, torch.Tensor) and arg.ndim == 0 for arg in args[1:])
+        if is_number and func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.index_put_):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_request_is_seated_without_a_wait() -> None:
+    """The step before runs meanwhile."""
+    _, sampler = samplers()
+    with HostNumbers() as numbers:
+        for slot, params in enumerate(PARAMS):
+            sampler.seat(slot, make_request(slot, [1, 2, 3, 2], **params))
+    assert numbers.found == []
+    with HostNumbers() as numbers:
+        torch.zeros(2)[0] = 1.0
+    assert numbers.found == ["aten.copy_.default"]
 
 
 def test_rows_of_one_slot_follow_each_other() -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swiftkv.errors import CheckpointError
+from swiftkv.kernels import reference
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
@@ -62,6 +63,14 @@ def test_a_config_that_says_untied_wants_a_head(tmp_path: Path) -> None:
     rewrite_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         load(tmp_path)
+
+
+def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
+    """As on a GPU: the dtype of the file is another, so that loading copies, and kernels read the file's layout."""
+    make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    files = MappedWeights(tmp_path)
+    decoder = load_decoder(read_config(tmp_path), files, torch.bfloat16, "cpu", 64, ops=reference)
+    assert decoder._lm_head.weight.data_ptr() == decoder._embedding.data_ptr()
 
 
 def test_no_weights(tmp_path: Path) -> None:

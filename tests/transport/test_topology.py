@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from swiftkv.config import parse_config
@@ -145,3 +147,47 @@ def test_this_machine_has_a_topology_or_a_reason() -> None:
     topology = read_topology()
     assert bool(topology.gpus) != bool(topology.absence)
     assert all(0 <= a < b < len(topology.gpus) for a, b in topology.links)
+
+
+def test_a_gpu_that_is_lost_or_not_ours_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of NVML about such a GPU fails, and the others serve."""
+
+    def handle(index: int) -> int:
+        if index in (1, 2):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST if index == 1 else pynvml.NVML_ERROR_NO_PERMISSION)
+        return index
+
+    answer_as(monkeypatch, count=4, handle=handle)
+    topology = read_topology()
+    assert [gpu.uuid for gpu in topology.gpus] == ["GPU-0", "GPU-3"]
+    assert topology.link(0, 1) == "nvlink"
+
+
+@pytest.mark.parametrize(
+    ("variable", "reason"),
+    [("MIG-17", r"a part of a GPU \(MIG\)"), ("9", "names no GPU")],
+)
+def test_a_variable_that_leaves_no_gpu_has_its_reason(
+    variable: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer_as(monkeypatch, count=1, handle=lambda index: index)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    with pytest.raises(ConfigError, match=reason):
+        node_transports("auto", [("cuda:0", "cuda:0")], read_topology())
+
+
+def answer_as(monkeypatch: pytest.MonkeyPatch, count: int, handle: Callable[[int], int]) -> None:
+    """Have NVML tell of so many GPUs, which reach each other through NVLink."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    answers: dict[str, Callable[..., object]] = {
+        "Init": lambda: None,
+        "Shutdown": lambda: None,
+        "DeviceGetCount": lambda: count,
+        "DeviceGetHandleByIndex": handle,
+        "DeviceGetName": lambda _: "H100",
+        "DeviceGetUUID": lambda index: f"GPU-{index}",
+        "DeviceGetCudaComputeCapability": lambda _: (9, 0),
+        "DeviceGetP2PStatus": lambda *_: pynvml.NVML_P2P_STATUS_OK,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", answer)
