@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: requests that may wait a day, answered in the room that the others leave."""
+"""OpenAI's files and batches: requests that may wait a day, answered in the capacity that clients leave."""

@@ -14,13 +14,13 @@ _LINES_IN_PART = 200
 
 
 class InputCheck:
-    """Reads the input file of a batch, and lets the batch begin or fail. For the store's thread.
+    """Reads the input file of a batch, and lets the batch begin or fail. Call it in the store's thread.
 
-    One that was interrupted by an error is of no use any more: a new one begins anew.
+    After an error, discard it: a new check begins with the first line.
     """
 
     def __init__(self, number: int, batch: OfflineBatch, limits: StorageLimits, own_names: Mapping[str, str]) -> None:
-        """`own_names` is that of `check_line`."""
+        """`own_names` is as in `check_line`."""
         self._number = number
         self._batch = batch
         self._limits = limits

@@ -29,10 +29,10 @@ CREATE INDEX pending_lines ON lines (model, batch, number) WHERE state = 0;
 
 
 def open_database(path: Path) -> sqlite3.Connection:
-    """Open a database, or make one. Commits survive the death of the process; none is waited for by the disk.
+    """Open or create a database. Commits survive the death of the process, but do not wait for the disk.
 
     Raises:
-        ConfigError: it is damaged, or of a later version.
+        ConfigError: the database is damaged, or was written by a later version.
     """
     database = sqlite3.connect(path, isolation_level=None)
     try:
@@ -61,7 +61,7 @@ def _prepare(database: sqlite3.Connection) -> int:
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Commit what is done inside, or nothing of it if that fails."""
+    """Commit the statements inside, or none of them if the block fails."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -19,13 +19,13 @@ ENDPOINTS: dict[str, type[ChatBody] | type[CompletionBody]] = {
     "/v1/completions": CompletionBody,
 }
 MAX_ERRORS = 100
-"""The mistakes of one input file that are told; it is not read further then."""
+"""The most mistakes reported of one input file; it is not read further then."""
 
 UNFINISHED = {
     "expired": LineFailure("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": LineFailure("batch_cancelled", "This request was not executed because the batch was cancelled."),
 }
-"""The failure of lines that have no result when their batch enters a status."""
+"""The failure, by the status that a batch enters, of its lines without a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,10 @@ class _Body(msgspec.Struct):
 def check_line(
     text: bytes, number: int, start: int, endpoint: str, own_names: Mapping[str, str]
 ) -> CheckedLine | LineError:
-    """Check everything about a line but the fields of its body, which are checked when it runs.
+    """Check all of a line except the fields of its body, which are checked when it runs.
 
-    `own_names` has each model's own name by all that lines may write, and by '' that of lines which name none.
+    `own_names` maps each name that a line may write to the model's own name, and '' to the model of lines that name
+    none.
     """
     try:
         line = msgspec.json.decode(text, type=_Line)
@@ -94,10 +95,10 @@ def _error(code: str, number: int, message: str, param: str | None = None) -> Li
 
 
 def parse_line(text: bytes) -> ChatBody | CompletionBody:
-    """Return the body of a checked line as the request that it is, of the lowest service tier.
+    """Return the body of a checked line as a request of the lowest service tier.
 
     Raises:
-        ApiError: 400 or 413, as a client that had sent the body would be told.
+        ApiError: 400 or 413, as for a client that sends the same body.
     """
     try:
         line = msgspec.json.decode(text, type=_Line)

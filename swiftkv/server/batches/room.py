@@ -7,9 +7,9 @@ from dataclasses import dataclass
 _MAX_KV_USAGE = 0.8
 """The part of a model's KV blocks that may be in use when a line begins."""
 _SPARE_PART = 8
-"""One slot in so many stays free, so that a client's request finds one at once."""
+"""One in this many slots stays free, so that a client's request finds one at once."""
 _SHARE_BESIDE_CLIENTS = 4
-"""One in so many of the places that batches have alone stays theirs beside clients' requests."""
+"""While clients have requests in flight, batches keep one in this many of the places that they have without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +17,10 @@ class Load:
     """The use of one model at one moment, in sequences.
 
     Attributes:
-        waiting: Sequences of anybody that the engine has not begun with.
-        online: Sequences of clients, whatever they do.
+        waiting: Sequences of clients and batches that the engine has not begun.
+        online: Sequences of clients, waiting or running.
         offline: Sequences of batches.
-        beginning: Those of batches that have no token yet.
+        beginning: Lines of batches that have no token yet.
         kv_usage: The part of the KV blocks that running sequences use.
     """
 
@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The size of one model: its slots, and how many of them batches may have together."""
+    """The size of one model: its slots, and the most of them that batches may have together."""
 
     max_num_seqs: int
     max_in_flight: int
@@ -46,8 +46,8 @@ class Room:
     def places(self, load: Load) -> int:
         """Return how many more lines may begin.
 
-        None does while somebody waits: the engine takes what waits in order of priority, but what runs keeps its slot.
-        Beside clients, one prompt of a batch is computed at a time, so that no step has several.
+        No line begins while any request waits: the engine takes waiting requests by priority, but a running one keeps
+        its slot. Beside clients' requests, one prompt of a batch is computed at a time, so that no step has several.
         """
         if load.waiting or load.kv_usage > _MAX_KV_USAGE:
             return 0

@@ -103,7 +103,7 @@ def _jobs_router(storage: Storage) -> APIRouter:
         openapi_extra=body_document(BatchBody),
     )
     async def create_batch(body: Annotated[BatchBody, parsed(BatchBody)]) -> Response:
-        """Begin to check the requests of a file, and then to run them in the room that other requests leave."""
+        """Begin a batch: the requests of its file are checked, then run in the capacity that other requests leave."""
         created_s = now_s()
         batch = OfflineBatch(
             new_id("batch_"),
@@ -127,7 +127,7 @@ def _jobs_router(storage: Storage) -> APIRouter:
 
     @router.post("/v1/batches/{batch_id}/cancel", responses=documented("OfflineBatch", 400, 404, 409, *_STORAGE_ERRORS))
     async def cancel_batch(batch_id: BatchId) -> Response:
-        """Run no more of a batch. The results that it has become files."""
+        """Cancel a batch. Its results so far become files."""
         batch = await storage.call(lambda store: store.cancel(batch_id))
         storage.changed.set()
         return json_response(batch)
@@ -136,10 +136,10 @@ def _jobs_router(storage: Storage) -> APIRouter:
 
 
 class _Download(StreamingResponse):
-    """Closes the file however the response ends: sent, failed, or the client gone.
+    """Sends a file, and closes it however the response ends: sent, failed, or the client gone.
 
-    It goes without a Content-Length: a client that knows the length sends its next request when it has the last byte,
-    which may be before the response has ended here.
+    There is no Content-Length: a client that knew the length would send its next request after the last byte, perhaps
+    before the response has ended here.
     """
 
     def __init__(self, content: BinaryIO) -> None:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 _POLL_S = 0.1  # while lines wait for room, which comes without notice
 _PASSING_STATUSES = (429, 503)  # the engine is down, or has too much to do
 _PASSING_RETRY_S = 1.0
-_MAX_ENGINE_DEATHS = 3  # after so many, a line counts as their cause
+_MAX_ENGINE_DEATHS = 3  # that a line survives: it then counts as their cause
 _STORAGE_RETRY_S = 1.0
 _TELL_S = 60.0  # between two lines in the log about a disk that fails
 _MAX_TAKEN = 16
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A line on its way."""
+    """A line that is being answered."""
 
     line: TakenLine
     task: asyncio.Task[None] | None = None
@@ -76,12 +76,12 @@ class BatchRunner:
         self._engine_deaths: dict[tuple[int, int], int] = {}
         self._retry_at_s: dict[str, float] = {}
         self._may_have_strangers = True
-        self._names = models.names  # when strangers were last looked for
+        self._names = models.names  # as of the last look for strangers
         self._is_stopping = False
         self._tell_at_s = 0.0
 
     def stop(self) -> None:
-        """Let `run` return. Lines on their way run again when the node is started the next time."""
+        """Let `run` return. Unfinished lines run again when the node is next started."""
         self._is_stopping = True
         self._storage.changed.set()
 
@@ -194,7 +194,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for running in lines:  # a task that is cancelled before it begins never does
+        for running in lines:  # a task that is cancelled before it begins does not clean up
             self._forget(running.line)
 
     def _forget(self, line: TakenLine) -> None:
@@ -229,7 +229,7 @@ class BatchRunner:
             return _Result(refused(running.line.custom_id, error), has_failed=True)
 
     def _may_run_again(self, running: _Running, error: ApiError) -> bool:
-        """Note that a line was refused for now; return `False` if engines died too often while it ran."""
+        """Note that a line was refused; return `False` if its model is gone or engines died too often while it ran."""
         line = running.line
         self._retry_at_s[line.model] = time.monotonic() + max(error.retry_after_s, _PASSING_RETRY_S)
         if line.model not in self._models.names:  # it was removed
@@ -258,7 +258,7 @@ class BatchRunner:
         return await asyncio.to_thread(lambda: answered(line.custom_id, answer.whole()))
 
     async def _write(self, work: Callable[[Store], T]) -> T:
-        """Write to the store, however long the disk is full."""
+        """Write to the store, and try again for as long as that fails."""
         while True:
             try:
                 return await self._storage.call(work)

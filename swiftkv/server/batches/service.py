@@ -1,4 +1,4 @@
-"""Files and batches of one node: what is kept, and what runs."""
+"""The files and batches of one node: their storage and their runner."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BatchService:
         self._ended = asyncio.Event()
 
     def add(self, model: ModelConfig) -> None:
-        """Make room for a model that is about to serve; one that has gone leaves its room to its next namesake."""
+        """Note the size of a model that is about to serve. A removed model's stays until the name is used again."""
         self._rooms[model.name] = Room.of(model.max_num_seqs, self._max_in_flight)
 
     async def run(self) -> None:
@@ -52,7 +52,7 @@ class BatchService:
             self._ended.set()
 
     async def stop(self) -> None:
-        """Abandon the lines that run: they run again when the node is started the next time."""
+        """Abandon the running lines; they run again when the node is next started."""
         self._runner.stop()
         await self._ended.wait()
 

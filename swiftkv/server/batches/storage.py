@@ -1,4 +1,4 @@
-"""The way to a `Store` from an event loop: its own thread, the room that is left, and errors that say what to do."""
+"""Access to a `Store` from an event loop: its own thread, the room that is left, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
-    """The most that is kept, in bytes: of one file, of all files, of one line; and the requests of one batch."""
+    """The most bytes of one file, of all files and of one line, and the most requests of one batch."""
 
     max_file_bytes: int = 200 << 20
     max_storage_bytes: int = 10 << 30
@@ -34,14 +34,14 @@ class StorageLimits:
 
 
 class Storage:
-    """Files and batches, for routes and for the runner. All of its methods are for one event loop.
+    """Files and batches, for routes and for the runner. Call its methods from one event loop.
 
-    `changed` is set when there may be something to do for the runner.
+    `changed` is set when the runner may have something to do.
     """
 
     @classmethod
     async def open(cls, directory: Path, limits: StorageLimits) -> Storage:
-        """Open what a directory keeps. Raises `ConfigError` if that cannot be read or written."""
+        """Open the files and batches of a directory. Raises `ConfigError` if it cannot be read or written."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         loop = asyncio.get_running_loop()
         try:
@@ -72,12 +72,12 @@ class Storage:
             raise failure(error) from error
 
     async def close(self) -> None:
-        """Close the store when what was asked of it is done."""
+        """Close the store once its earlier calls are done."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
         self._thread.shutdown()
 
     def reserve(self, num_bytes: int) -> None:
-        """Take room for so many more bytes of files; `release` them when they are gone.
+        """Reserve room for `num_bytes` more of files; `release` them when they are gone.
 
         Raises:
             ApiError: 507 if files have no more room.
@@ -100,7 +100,7 @@ class Storage:
 
 
 def failure(error: OSError | sqlite3.Error) -> ApiError:
-    """Return the error to tell when the disk fails."""
+    """Return the error to report when the disk fails."""
     if isinstance(error, OSError):
         is_full, reason = error.errno in _FULL, error.strerror or str(error)
     else:

@@ -1,4 +1,4 @@
-"""Files and batches on disk: SQLite has all that changes, a directory the bytes of files.
+"""Files and batches on disk: SQLite holds all that changes, a directory the bytes of files.
 
 A `Store` belongs to the thread that opened it. Each of its methods is one transaction or none, so that a process which
 is killed in the middle loses at most what it was about to write.
@@ -37,12 +37,12 @@ from swiftkv.server.errors import ApiError
 OUTPUT_PURPOSE = "batch_output"
 
 _PENDING, _RUNNING, _COMPLETED, _FAILED = range(4)
-"""Values of `lines.state`. The schema and the query for pending lines have the first of them as a number."""
+"""Values of `lines.state`. The schema and the query for pending lines write `_PENDING` as 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenLine:
-    """A line that runs. `batch` and `number` tell it from all others."""
+    """A line that runs. `batch` and `number` identify it."""
 
     batch: int
     number: int
@@ -54,13 +54,13 @@ class TakenLine:
 
 
 class Store:
-    """Everything that is kept in one directory. No two processes may have the same."""
+    """The files and batches in one directory, which only one process may use."""
 
     def __init__(self, directory: Path) -> None:
-        """Open what is there, or begin with nothing. Lines that ran when the last process ended are pending again.
+        """Open what the directory holds, or begin empty. Lines that ran when the last process ended are pending again.
 
         Raises:
-            ConfigError: the database is damaged, or of a later version.
+            ConfigError: the database is damaged, or was written by a later version.
         """
         self._contents = directory / "files"
         self._contents.mkdir(mode=0o700, exist_ok=True)
@@ -71,14 +71,14 @@ class Store:
         self._remove_strays()
 
     def _remove_strays(self) -> None:
-        """Remove contents that no file names: of uploads and results that were under way."""
+        """Remove contents that no file names: what is left of unfinished uploads and results."""
         named = {file_id for (file_id,) in self._database.execute("SELECT id FROM files")}
         for content in self._contents.iterdir():
             if content.name not in named:
                 content.unlink()
 
     def close(self) -> None:
-        """Close the database, and leave nothing behind if there is nothing in it."""
+        """Close the database, and remove it if it is empty."""
         (is_used,) = self._database.execute(
             "SELECT EXISTS (SELECT 1 FROM files) OR EXISTS (SELECT 1 FROM batches)"
         ).fetchone()
@@ -96,11 +96,11 @@ class Store:
     # Files
 
     def content_path(self, file_id: str) -> Path:
-        """Return where the bytes of a file lie, or are to lie before `add_file`."""
+        """Return the path of a file's bytes; before `add_file`, the path to write them to."""
         return self._contents / file_id
 
     def add_file(self, file: StoredFile) -> StoredFile:
-        """Note a file whose bytes are at `content_path` already."""
+        """Add a file whose bytes are at `content_path` already."""
         self._database.execute(
             "INSERT INTO files (id, purpose, object) VALUES (?, ?, ?)", (file.id, file.purpose, _encoded(file))
         )
@@ -114,7 +114,7 @@ class Store:
         return files[0]
 
     def open_file(self, file_id: str) -> BinaryIO:
-        """Return a file to read from, also if it is deleted meanwhile. Raises `ApiError` 404 if there is none."""
+        """Open a file, which stays readable if it is deleted meanwhile. Raises `ApiError` 404 if there is none."""
         return open(self.content_path(self.file(file_id).id), "rb")
 
     def files(self, after: str | None, limit: int, order: str, purpose: str | None) -> StoredFileList:
@@ -125,7 +125,7 @@ class Store:
         return StoredFileList(files, first, last, has_more)
 
     def delete_file(self, file_id: str) -> tuple[FileDeleted, int]:
-        """Return also the bytes that are free now.
+        """Delete a file; return also the number of bytes that are now free.
 
         Raises:
             ApiError: 409 while a batch reads the file, 404 if there is none.
@@ -146,7 +146,7 @@ class Store:
     # Batches
 
     def add_batch(self, batch: OfflineBatch) -> OfflineBatch:
-        """Enter a batch. Raises `ApiError` if its input file is not there, or is no upload for batches."""
+        """Add a batch. Raises `ApiError` if its input file does not exist or was not uploaded for a batch."""
         if self.file(batch.input_file_id).purpose != UPLOAD_PURPOSE:
             message = f"file '{batch.input_file_id}' was not uploaded with purpose '{UPLOAD_PURPOSE}'"
             raise ApiError(400, message, param="input_file_id")
@@ -170,7 +170,7 @@ class Store:
         return self._batches(_not_ended())
 
     def cancel(self, batch_id: str) -> OfflineBatch:
-        """Begin to cancel a batch, unless that was done. Raises `ApiError` 409 if it has ended in another way."""
+        """Begin to cancel a batch, unless that was done. Raises `ApiError` 409 if it has ended or is finalizing."""
         number, batch = self._numbered_batch(batch_id)
         if batch.status in ("cancelling", "cancelled"):
             return batch
@@ -189,7 +189,7 @@ class Store:
             self._put(number, batch)
 
     def begin(self, number: int) -> None:
-        """Let the lines of a batch run: all of them were added. A batch that was cancelled meanwhile stays so."""
+        """Let the lines of a batch run, once all were added. A batch that was cancelled meanwhile stays cancelled."""
         batch = self._batch_at(number)
         if batch.status == "validating":
             (batch.request_counts.total,) = self._database.execute(
@@ -199,9 +199,9 @@ class Store:
             self._put(number, batch)
 
     def finish(self, number: int, status: Status) -> list[StoredFile]:
-        """End a batch: its results become files, and what has no result has failed. Return the files."""
+        """End a batch: its results become files, and lines without a result count as failed. Return the files."""
         batch = self._batch_at(number)
-        if batch.in_progress_at is None:  # its lines are not all there
+        if batch.in_progress_at is None:  # not all of its lines were added
             self.drop_lines(number)
         if status == "completed":
             batch.enter("finalizing")
@@ -221,7 +221,7 @@ class Store:
                 self.drop_lines(number)
                 self._put(number, batch)
             undo.pop_all()
-        with suppress(sqlite3.Error):  # it only gives back space
+        with suppress(sqlite3.Error):  # the vacuum only gives back space
             self._database.executescript("PRAGMA incremental_vacuum")
         return files
 
@@ -271,7 +271,7 @@ class Store:
         self._database.execute("DELETE FROM lines WHERE batch = ?", (number,))
 
     def add_lines(self, number: int, lines: Sequence[CheckedLine]) -> list[CheckedLine]:
-        """Add lines to a batch that is validated; return those whose custom_id is taken."""
+        """Add lines to a batch that is being validated; return those whose custom_id is taken."""
         with transaction(self._database):
             return [line for line in lines if not self._add_line(number, line)]
 
@@ -284,9 +284,9 @@ class Store:
         return added.rowcount == 1
 
     def take(self, models: Sequence[str], is_among: bool, limit: int) -> list[TakenLine]:
-        """Return the next lines that are for one of `models`, or with `is_among` false for none of them.
+        """Take the next lines for one of `models`, or with `is_among` false for a model outside them.
 
-        They run from now on: `keep` their results, or `put_back` what is to run again.
+        They count as running: `keep` their results, or `put_back` those that are to run again.
         """
         among, names = "IN" if is_among else "NOT IN", ", ".join("?" * len(models))
         with transaction(self._database):
@@ -307,7 +307,7 @@ class Store:
         ]
 
     def text(self, line: TakenLine) -> bytes:
-        """Return a line as the input file has it; nothing if somebody has removed the file."""
+        """Return the bytes of a line from its input file; none if somebody has removed the file."""
         try:
             with open(self.content_path(line.input_file_id), "rb") as file:
                 file.seek(line.start)
@@ -341,7 +341,7 @@ class Store:
     def _page(
         self, table: str, where: str, values: Sequence[object], after: str | None, limit: int, order: str
     ) -> tuple[list[bytes], bool]:
-        """Return up to `limit` objects behind `after`, and whether there are more."""
+        """Return up to `limit` objects after `after`, and whether there are more."""
         if after is not None:
             found = self._database.execute(f"SELECT number FROM {table} WHERE id = ?", (after,)).fetchone()
             if found is None:

@@ -1,4 +1,4 @@
-"""A file on its way in: multipart/form-data, written to disk piece by piece in threads, never held in memory."""
+"""Uploads of files: multipart/form-data, written to disk piece by piece in threads, never held in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.streaming import ClientGone
 
 FORM_OVERHEAD_BYTES = 64 << 10
-"""Bytes of an upload beside its file: boundaries, headers of parts, other fields."""
+"""The most bytes of an upload besides its file: boundaries, headers of parts, other fields."""
 
 _MAX_PARTS = 16
 _MAX_FIELD_BYTES = 1024
@@ -37,7 +37,7 @@ async def receive_upload(request: Request, storage: Storage) -> StoredFile:
     """Write the file of a form to where the store looks for it, and add it to the store.
 
     Raises:
-        ApiError: 400, 413 or 507 for a form or a file that is not taken, 403 if a web page sends it.
+        ApiError: 400, 413 or 507 for a form or a file that is refused, 403 if a web page of another site sends it.
         ClientGone: the client hung up.
     """
     _refuse_other_origins(request)
@@ -53,7 +53,7 @@ async def receive_upload(request: Request, storage: Storage) -> StoredFile:
             await threads.run(partial(form.write, piece), len(piece))
         filename, num_bytes = await threads.run(form.finish)
         file = StoredFile(file_id, num_bytes, now_s(), filename, UPLOAD_PURPOSE)
-        form.is_kept = True  # from now on the store may know of it, also if nobody waits any more
+        form.is_kept = True  # from now on the store may have it, even if this task is cancelled
         await storage.call(lambda store: store.add_file(file))
         reserved_bytes -= num_bytes
     except ApiError:
@@ -85,7 +85,7 @@ def _boundary(content_type: str) -> bytes:
 class _Form:
     """Parses a form with one file. `write`, `finish` and `close` touch the disk: call them in a thread.
 
-    A thread may still write when the request has been given up, and must never write to a descriptor that is closed.
+    A thread may still write after the request was given up, and must never write to a descriptor that is closed.
     """
 
     def __init__(self, boundary: bytes, path: Path, max_file_bytes: int) -> None:
@@ -119,7 +119,7 @@ class _Form:
             raise ApiError(400, f"{_NOT_MULTIPART} ({error})") from None
 
     def write(self, piece: bytes) -> None:
-        """Take the next bytes of the body. What comes after the form is ignored."""
+        """Take the next bytes of the body. Bytes after the form are ignored."""
         try:
             with self._lock:
                 if piece and not self._is_closed and not self._has_ended:
