@@ -1,4 +1,4 @@
-"""The routes of `/admin`. `AdminMiddleware` has decided before who may ask."""
+"""The routes of `/admin`. `AdminMiddleware` has already decided who may use them."""
 
 from __future__ import annotations
 
@@ -73,21 +73,21 @@ def _model_changes_router(models: ModelTable, changes: ModelChanges) -> APIRoute
         openapi_extra=body_document(ModelSection),
     )  # fmt: skip
     async def add_model(body: Annotated[ModelSection, parsed(ModelSection)]) -> Response:
-        """Add a model: the body is its section of the node's file. The answer comes when it serves."""
+        """Add a model: the body is its section of the node's file. The answer comes once the model serves."""
         begun_s = time.monotonic()
         name = await changes.add(body.model_extra)
         return json_response(_change(models, name, begun_s), 201)
 
     @router.delete("/models/{model}", responses=documented("ModelChange", 400, 404, 409))
     async def remove_model(model: Name, timeout: Timeout = "30s", now: Now = "false") -> Response:
-        """Remove a model, when its requests in flight have ended and what it lends is home."""
+        """Remove a model once its requests in flight have ended and the memory that it lends is back."""
         begun_s = time.monotonic()
         await changes.remove(model, parse_duration(timeout), now=now == "true")
         return json_response(ModelChange(model, "removed", time.monotonic() - begun_s))
 
     @router.post("/models/{model}/reload", responses=documented("ModelChange", 400, 404, 409, 503))
     async def reload_model(model: Name, timeout: Timeout = "30s", now: Now = "false") -> Response:
-        """Serve a model from the files that are in its directory now. The answer comes when it serves."""
+        """Serve a model from the files that are in its directory now. The answer comes once the model serves."""
         begun_s = time.monotonic()
         await changes.reload(model, parse_duration(timeout), now=now == "true")
         return json_response(_change(models, model, begun_s))
@@ -108,7 +108,7 @@ def _sleep_router(models: ModelTable) -> APIRouter:
 
     @router.post("/models/{model}/sleep", responses=documented("ModelChange", 400, 404, 409))
     async def put_to_sleep(model: Name, level: Level = "1", timeout: Timeout = "30s", now: Now = "false") -> Response:
-        """Put a model to sleep, when its requests in flight have ended: its memory is for others until it is woken."""
+        """Put a model to sleep once its requests in flight have ended; others may use its memory until it is woken."""
         handle = models.get(model)
         begun_s = time.monotonic()
         await handle.sleeper.sleep(int(level), parse_duration(timeout), now=now == "true")
@@ -153,14 +153,14 @@ def _lending_router(models: ModelTable, lending: NodeLending) -> APIRouter:
     async def set_budget(
         worker: Name, body: Annotated[BudgetBody, parsed(BudgetBody)], dry_run: DryRun = "false"
     ) -> Response:
-        """Set the most that a worker lends. What it lends beyond that is recalled before the answer comes."""
+        """Set the most that a worker lends. Memory lent beyond that is recalled before the answer comes."""
         return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
 
     @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
     async def show_pool(model: Name) -> Response:
         """Show every extent of a model's links, its owner and epoch, and the blocks of its pool by state."""
         pool = await lending.pool(model)
-        # A large pool lent by small extents has a million of them.
+        # A large pool that is lent in small extents has a million extents.
         return Response(await asyncio.to_thread(msgspec.json.encode, pool), media_type="application/json")
 
     return router
@@ -184,7 +184,7 @@ def _storage_router(models: ModelTable) -> APIRouter:
 
     @router.post("/storage/{model}/detach", responses=documented("StorageChange", 404, 409, 503))
     async def detach_storage(model: Name) -> Response:
-        """Detach the storage of a model, which keeps what it has. Requests in flight go on."""
+        """Detach the storage of a model; the storage keeps its blocks. Requests in flight go on."""
         return json_response(await models.get(model).storage.detach())
 
     return router

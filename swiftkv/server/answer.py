@@ -53,7 +53,7 @@ _SMALL_NUMBERS = 512
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids; its text is there where the answer repeats it (``echo``)."""
+    """A prompt as token ids, with its text if the answer repeats it (`echo`)."""
 
     token_ids: list[int]
     text: str = ""
@@ -64,7 +64,7 @@ class BegunRequest(Generic[BodyT_co]):
     """A request that an engine has begun to answer.
 
     Attributes:
-        request_id: The `X-Request-Id` of the answer, which its own id ends with, as vLLM's does.
+        request_id: The answer's `X-Request-Id`; the id in its body ends with it, as vLLM's does.
         choices: One for each sequence, those of one prompt next to each other.
     """
 
@@ -79,9 +79,9 @@ class BegunRequest(Generic[BodyT_co]):
 def make_choices(
     model: ModelHandle, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], *, is_held: bool
 ) -> list[Choice]:
-    """Return what decodes each sequence, the choices of one prompt next to each other.
+    """Return the choices that decode the sequences, those of one prompt next to each other.
 
-    `is_held`: a grammar holds their texts.
+    `is_held`: whether a grammar constrains their texts.
     """
     n = body.n or 1
     rules = stop_rules(body)
@@ -144,7 +144,7 @@ class Answer(ABC):
 
     @abstractmethod
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
-        """Return the events that tell of ``batch``."""
+        """Return the stream's events for `batch`."""
 
     @abstractmethod
     def closing(self) -> list[Struct]:
@@ -152,14 +152,14 @@ class Answer(ABC):
 
     @abstractmethod
     def whole(self) -> Struct:
-        """Return the answer, once everything was added."""
+        """Return the whole answer; call it once every delta has been added."""
 
     def failure(self, error: ApiError) -> Struct:
         """Return the event that ends a stream which fails."""
         return error.answer()
 
     def encode(self, events: Sequence[Struct]) -> bytes:
-        """Return events as a stream has them."""
+        """Return events as the bytes of a stream."""
         return plain_events(events)
 
     @property
@@ -191,7 +191,7 @@ class Answer(ABC):
         return self.prompts[index // self.n]
 
     def _is_first(self, index: int) -> bool:
-        """Return whether nothing was sent of a choice yet, and note that something is now."""
+        """Return whether nothing of a choice has been sent yet; note that something is sent now."""
         first = index not in self._started
         self._started.add(index)
         return first

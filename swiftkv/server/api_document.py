@@ -21,7 +21,7 @@ from swiftkv.server.responses import openapi_components
 
 @dataclass(frozen=True)
 class _Written:
-    """Both answers of a port, which are right while it serves `models`."""
+    """The two documents of a port, valid while it serves `models`."""
 
     models: list[str]
     document: bytes
@@ -31,8 +31,8 @@ class _Written:
 class ApiDocument:
     """Describes the routes of one port to programs and to people.
 
-    Anybody may ask for it, and writing its quarter of a megabyte takes 150 ms: a thread does that, and it is kept until
-    models come or go.
+    Anybody may ask for the document, and writing its quarter of a megabyte takes 150 ms: a thread writes it, and it is
+    kept until models come or go.
     """
 
     def __init__(self, app: FastAPI, models: ModelTable, *, asks_for_key: bool, protects_metrics: bool) -> None:
@@ -95,7 +95,7 @@ class ApiDocument:
         return document
 
     def _guard(self, operation: dict[str, Any], path: str) -> int | None:
-        """Write down which key an operation asks for; return the status for a request without it, or `None`."""
+        """Note which key an operation needs; return the status without the key, or `None` if it needs none."""
         admins_key: dict[str, list[str]] = {"admin": []}
         models_keys: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}] if self._asks_for_key else []
         if path.startswith(f"{ADMIN_PATH}/"):

@@ -50,11 +50,11 @@ _MODEL_ROUTERS = (openai_router, routing_router, pooling_router)
 class ServerSettings:
     """The settings of every port.
 
-    A request without `api_key`, or the key of one of `tenants`, is answered with 401; where there is neither, everybody
-    is let in. `admin_key` is the key of `/admin`; where none is given, nobody knows it. `allowed_hosts` are the names
-    that requests may be sent to, beside those of the loopback interface; `None` allows any. `request_log` gets a line
-    for each request, `trace_sink` a trace. Without `storage` there are no files and batches. With `protect_metrics`,
-    metrics and the documents of the API are shown to `api_key`, the tenants and `admin_key` alone.
+    A request with neither `api_key` nor the key of one of `tenants` is answered with 401; without such keys, every
+    request is let in. `admin_key` is the key of `/admin`; if none is given, it is random and nobody knows it.
+    `allowed_hosts` are the names that requests may be sent to, beside those of the loopback interface; `None` allows
+    any. `request_log` gets a line for each request, `trace_sink` a trace. Without `storage` there are no files and
+    batches. With `protect_metrics`, metrics and the documents of the API need `api_key`, a tenant's key or `admin_key`.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -78,13 +78,13 @@ class ServerSettings:
 def create_app(
     table: ModelTable, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending, changes: ModelChanges
 ) -> FastAPI:
-    """Make the app of the node's port: models by their name in the body, and under ``/models/{name}``; ``/admin``.
+    """Make the app of the node's port: models by their name in the body and under `/models/{name}`; `/admin`.
 
-    `table` is the node's, which `changes` change.
+    `table` holds the node's models, which `changes` adds and removes.
     """
     app = _new_app(table, settings, has_admin=True)
     status = status_router(table, metrics, lending, admin_key=settings.admin_key, only_model=None)
-    app.include_router(status)  # first: routes are tried in order, and monitoring must not wait for what others ask for
+    app.include_router(status)  # first: routes are tried in order, and monitoring must not wait for the other routes
     for make_router in _MODEL_ROUTERS:
         app.include_router(make_router(table))
         app.include_router(make_router(table), prefix="/models/{name}", dependencies=[Depends(_named_model)])
@@ -98,7 +98,7 @@ def create_app(
 def create_model_app(
     table: ModelTable, name: str, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending
 ) -> FastAPI:
-    """Make the app of a model's own port, where requests need not name it: it is the only one of `table`."""
+    """Make the app of a model's own port, where requests need not name the model: `table` has no other."""
     app = _new_app(table, settings, has_admin=False)
     for make_router in _MODEL_ROUTERS:
         app.include_router(make_router(table))
@@ -139,7 +139,7 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
         app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
     if settings.trace_sink is not None:
         app.add_middleware(TraceMiddleware, sink=settings.trace_sink)
-    app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # the last is the first to see a request
+    app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # added last, it sees a request first
     app.include_router(
         ApiDocument(app, models, asks_for_key=bool(settings.keys), protects_metrics=settings.protect_metrics).router()
     )

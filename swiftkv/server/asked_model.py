@@ -1,4 +1,4 @@
-"""The model that a request asks for: with the policy for its sender, awake, and in threads of its own."""
+"""The model that a request asks for: picking it, applying its sender's policy, waking it, working in its threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
 
 
 async def wake_if_asked(request: Request, model: ModelHandle) -> None:
-    """Wake a model whose requests may wake it, again and again if somebody puts it to sleep meanwhile."""
+    """Wake a model that requests may wake, again each time that somebody puts it to sleep meanwhile."""
     while model.must_wake:
         await unless_gone(request, model.sleeper.wake_for_request())
 

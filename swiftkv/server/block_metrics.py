@@ -13,7 +13,7 @@ STATES = ("free", "used", "cached", "lent", "in_flight", "staging", "loading", "
 
 
 class BlockMetrics(ModelCollector[Sequence[GroupBlocks]]):
-    """Gauges of engines' blocks, as last reported; there are none of an engine that is down."""
+    """Gauges of engines' blocks, as last reported; an engine that is down has none."""
 
     def collect(self) -> Iterable[Metric]:
         blocks = GaugeMetricFamily(

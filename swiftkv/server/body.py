@@ -77,8 +77,8 @@ def parse_body(content: bytes, body_type: type[B], *, leaves_out_unknown: bool =
 def parsed(body_type: type[B]) -> Any:
     """Return the annotation of a route's parameter that is to be the request's body.
 
-    The body's size is in `request.state.num_body_bytes` then, and how long reading it took once it was there in
-    `request.state.reading_s`.
+    Reading it sets `request.state.num_body_bytes`, its size, and `request.state.reading_s`, the time from its last byte
+    until it was parsed.
     """
     return Depends(_reader(body_type))
 
@@ -101,7 +101,7 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
     async def read(request: Request) -> B:
         pieces = await _pieces(request)
         came_s = time.perf_counter()
-        # Many bodies may come to their end, or be hung up on, in one instant.
+        # Many bodies may end, or lose their clients, in the same instant.
         turns: Turns = request.app.state.turns
         await turns.take()
         if pieces is None:

@@ -19,7 +19,7 @@ class CacheCalls:
     """The calls to one engine that wait for an answer, and the ids that its latest requests have in the engine."""
 
     def __init__(self, send: Callable[[CacheCall], bool], refusal: Callable[[], ApiError]) -> None:
-        """`send` says whether the engine could be told; `refusal` makes the error for when it could not."""
+        """`send` returns whether the message was sent; `refusal` makes the error if it was not."""
         self._send = send
         self._refusal = refusal
         self._waiting: dict[int, asyncio.Future[CacheReport]] = {}
@@ -34,7 +34,7 @@ class CacheCalls:
             self._remembered.popitem(last=False)
 
     async def explain(self, request_id: str) -> CacheReport | None:
-        """Ask why a request found no more in the cache; `None` if the engine has had no such request of late.
+        """Ask why a request found no more of its prompt in the cache; `None` if the engine had no such request lately.
 
         Raises:
             ApiError: 503 if the engine is down or does not answer.
@@ -51,7 +51,7 @@ class CacheCalls:
         return await self._ask(lambda call: CacheCommand(call, clear=True))
 
     async def pin(self, request_id: str, ttl_s: float) -> CacheReport | None:
-        """Have the engine keep the prompt of a request; `None` if it has had no such request of late.
+        """Have the engine pin the prompt of a request; `None` if it had no such request lately.
 
         Raises:
             ApiError: 503 if the engine is down or does not answer.
@@ -60,7 +60,7 @@ class CacheCalls:
         return None if in_engine is None else await self._ask(lambda call: Pin(call, list(in_engine), ttl_s))
 
     async def pin_prompt(self, token_ids: Sequence[int], cache_salt: str, ttl_s: float) -> CacheReport:
-        """Have the engine keep what it has of a prompt.
+        """Have the engine pin the cached part of a prompt.
 
         Raises:
             ApiError: 503 if the engine is down or does not answer.

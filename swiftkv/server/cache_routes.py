@@ -1,4 +1,4 @@
-"""The routes of `/admin/cache`: what caches hold, why a request found no more there, and how to empty one."""
+"""The routes of `/admin/cache`: show and empty caches, explain why a request found no more there, pin prefixes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer; m
 
 
 class _RequestIdConvertor(Convertor[str]):
-    """Takes ids with slashes, except those that end like the path of a pin."""
+    """Takes ids with slashes, unless they end in `/pin`, which is another route."""
 
     regex = "(?!.*/pin$).+"
 
@@ -84,7 +84,7 @@ def _contents_router(models: ModelTable) -> APIRouter:
 
     @router.get("/requests/{request_id:request_id}", responses=documented("RequestMatch", 404, 503))
     async def why(request_id: RequestId) -> Response:
-        """Say why a request of late found no more of its prompt in the cache."""
+        """Explain why a recent request found no more of its prompt in the cache."""
         for model in models.all():
             report = await model.client.cache.explain(request_id)
             if report is not None and report.explanations:
@@ -107,7 +107,7 @@ def _pins_router(models: ModelTable) -> APIRouter:
 
     @router.post("/requests/{request_id:path}/pin", responses=documented("PinChange", 400, 404, 409, 503))
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
-        """Keep what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
+        """Pin what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
         for model in models.all():
             report = await model.client.cache.pin(request_id, parse_duration(ttl))
             if report is None:
@@ -123,7 +123,7 @@ def _pins_router(models: ModelTable) -> APIRouter:
     async def pin_prompt(
         request: Request, model: Name, body: Annotated[PinBody, parsed(PinBody)], ttl: TimeToLive = "1h"
     ) -> Response:
-        """Keep what the model's pool has of a prompt or of a chat, until it is unpinned or its time is over."""
+        """Pin what the model's pool has of a prompt or of a chat, until it is unpinned or its time is over."""
         handle = models.pick(model, body.model)
         handle.client.check_available()
         token_ids = await in_threads(request, handle, lambda: prompt_ids(handle, body))

@@ -28,16 +28,16 @@ class PinnedPrefix(Struct):
     """A prefix that stays in a model's pool."""
 
     pin: int
-    """Its number, by which it is unpinned."""
+    """The number to unpin it by."""
     tokens: int
     seconds_left: float
     state: Literal["kept", "lost"]
-    """lost: a request that had the model for itself needed the room, or the bytes were lost with a lender."""
+    """lost: a request that was alone in the model needed the room, or the bytes were lost with a lender."""
 
 
 class CacheOverview(Struct):
     models: list[ModelCache]
-    """Those whose engines have reported figures."""
+    """The models whose engines have reported figures."""
 
 
 class SequenceMatch(Struct):
@@ -49,7 +49,7 @@ class SequenceMatch(Struct):
     meaning: str
     """The reason as a sentence."""
     age_s: float | None
-    """Seconds between the eviction, if that is the reason, and the sequence's beginning."""
+    """Seconds from the eviction, if that is the reason, to the sequence's beginning."""
 
 
 class RequestMatch(Struct):
@@ -69,5 +69,5 @@ class PinChange(Struct):
     pin: int
     state: Literal["pinned", "unpinned"]
     tokens: int | None
-    """Those that were pinned."""
+    """The number of tokens that were pinned."""
     seconds_left: float | None

@@ -1,4 +1,4 @@
-"""A separate process for work that clients can make hang, or take too much memory or stack: there it harms no other."""
+"""A separate process for work that a client can make hang or exhaust memory or stack: there it harms nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swiftkv.processes import die_with_parent, how_it_ended
 from swiftkv.server.errors import ApiError
 
 _HEADER_BYTES = 4  # each message to the process and from it begins with its length
-_DEADLINE_S = 20.0  # the process may have to start first, and others may have the processors
+_DEADLINE_S = 20.0  # the process may have to start first, on a machine that is busy
 _MAX_WAITING = 64
 _BUSY_RETRY_S = 1.0
 _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
@@ -24,7 +24,7 @@ _NICENESS = 5
 
 
 class ChildEndedError(Exception):
-    """The process ended within the work; the message says how."""
+    """The process ended during the work; the message says how."""
 
 
 class Child:
@@ -73,7 +73,7 @@ class Child:
             try:
                 async with asyncio.timeout(_DEADLINE_S):
                     return await self._exchange(message)
-            except TimeoutError:  # the machine is busy: the process would have ended itself
+            except TimeoutError:  # the machine is busy: a process that hangs ends itself (`cpu_s`)
                 await self._end_process()
                 raise ApiError(
                     503, "the machine is too busy for this at the moment", code="busy", retry_after_s=_BUSY_RETRY_S
@@ -96,7 +96,7 @@ class Child:
         return await process.stdout.readexactly(int.from_bytes(header, "little"))
 
     async def _start_process(self) -> Process:
-        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}  # no keys
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}  # without API keys
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._module, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
         )
@@ -112,7 +112,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """The most that the process may take: of memory, beyond what it begins with; of time, for one piece of work."""
+    """The limits of the process: memory beyond what it begins with, stack, and CPU time for one piece of work."""
 
     memory_bytes: int
     stack_bytes: int
@@ -120,12 +120,12 @@ class ChildLimits:
 
 
 def serve(begin: Callable[[], Callable[[bytes], bytes]], limits: ChildLimits) -> int:
-    """Answer each message on standard input by what `begin` returns, until the input ends. Called by the process."""
+    """Answer each message on standard input with the function that `begin` returns, until the input ends."""
     if not die_with_parent():
         return 0
     os.nice(_NICENESS)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # what a library prints must not pass for an answer
     answer_to = begin()
     for kind, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -146,7 +146,7 @@ def _mapped_bytes() -> int:
 
 
 def _lower(kind: int, limit: int) -> None:
-    """Set the limit that can be raised again."""
+    """Set a soft limit, at most the hard one."""
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 

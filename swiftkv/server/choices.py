@@ -30,23 +30,23 @@ from swiftkv.server.tools import ToolUse
 T = TypeVar("T")
 
 _MAX_TOKENS_ON_LOOP = 256
-"""A reader that was slow finds thousands of tokens waiting; decoding them takes milliseconds."""
+"""The most tokens decoded on the event loop: a slow reader finds thousands waiting, which take milliseconds."""
 
 _encoder = msgspec.json.Encoder()
-# JSON has no infinity; this is what vLLM writes for it.
+# JSON has no infinity; vLLM writes this number for it.
 _LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
 class Delta:
-    """The part of one choice that is new since the last time."""
+    """The part of one choice that is new since the last delta."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
-    """Beside `logprobs`: where in the text of the choice each token begins."""
+    """For each of `logprobs`: where in the text of the choice its token begins."""
     prompt_logprobs: list[bytes] | None = None  # packed
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -57,7 +57,7 @@ class Delta:
     """The text and the calls in their order, where there may be calls."""
 
     def append(self, later: Delta) -> None:
-        """Add what the same choice has to say afterwards."""
+        """Add a later delta of the same choice."""
         self.text += later.text
         self.reasoning += later.reasoning
         self.num_reasoning_tokens += later.num_reasoning_tokens
@@ -76,7 +76,7 @@ class StopRules:
     """The rules that end a choice, besides `max_tokens` and the model's own end-of-sequence tokens.
 
     Attributes:
-        shows_stop: Whether the text has the stop string or token that ended it.
+        shows_stop: Whether the text includes the stop string or token that ended it.
         skip_special_tokens: Whether the client is to see no special tokens.
     """
 
@@ -91,7 +91,7 @@ class StopRules:
 
 
 class _Calls:
-    """Takes the calls of tools out of one choice's text."""
+    """Separates the calls of tools from the text of one choice."""
 
     def __init__(self, tools: ToolUse) -> None:
         self._is_named = tools.is_named
@@ -99,7 +99,7 @@ class _Calls:
         self._num_calls = 0
 
     def separate(self, delta: Delta) -> None:
-        """Leave in `delta` the text that is for the user, and put the calls beside it."""
+        """Leave the text for the user in `delta.text`, and move the calls to `delta.calls`."""
         events = self._parser.push(delta.text)
         if delta.finish_reason:
             events += self._parser.finish()
@@ -110,7 +110,7 @@ class _Calls:
             delta.finish_reason = "tool_calls"
 
     def take(self, event: ToolEvent, delta: Delta) -> None:
-        """Add to `delta` what a parser tells."""
+        """Add a parser's event to `delta`."""
         match event:
             case Said(text):
                 delta.text += text
@@ -130,7 +130,7 @@ class _Calls:
 
 
 class Choice:
-    """Decodes one sequence. Everything it returned so far, joined, is the choice's text."""
+    """Decodes one sequence. The texts of its deltas, joined, are the choice's text."""
 
     def __init__(
         self,
@@ -149,10 +149,10 @@ class Choice:
         self._detokenizer = Detokenizer(tokenizer.backend, prompt_ids, skip_special_tokens)
         self._matcher = stop.new_matcher()
         self._calls = None if tools is None else _Calls(tools)
-        self._sections = sections  # until the rest of the answer is text for the user
+        self._sections = sections  # `None` once the rest of the answer is text for the user
 
     def push(self, output: SequenceOutput) -> Delta:
-        """Take what the engine sent. The delta's ``finish_reason`` may come before the engine's: a stop string."""
+        """Decode what the engine sent. A stop string can set the delta's `finish_reason` before the engine does."""
         delta = self._decoded(output)
         if self._calls is not None:
             self._calls.separate(delta)
@@ -174,7 +174,7 @@ class Choice:
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
-        """Take tokens singly, so that none behind the end of a stop string counts; reasoning, too, ends at a token."""
+        """Decode tokens one by one: none after a stop string counts, and reasoning, too, ends at a token."""
         for position, token in enumerate(output.token_ids):
             self.num_tokens += 1
             delta.token_ids.append(token)
@@ -210,7 +210,7 @@ class Choice:
         return is_mark or (self._rules.skip_special_tokens and self._tokenizer.is_special(token))
 
     def _tell(self, token: int | None, text: str, delta: Delta) -> None:
-        """Add `text` to the part of the answer that it belongs to; no token: it is the last."""
+        """Add `text` to the part of the answer that it belongs to; without a token, it is the last text."""
         sections = self._sections
         if sections is None:
             delta.text += text
@@ -236,7 +236,7 @@ class Choice:
                     delta.text += text
                 case CallBegun() | ArgumentsGrown() if self._calls is not None:
                     self._calls.take(event, delta)
-                case ArgumentsGrown(text):  # nobody asked for calls
+                case ArgumentsGrown(text):  # without tools, it is text
                     delta.text += text
 
 
@@ -258,7 +258,7 @@ async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIter
 def _encoded(value: T) -> T:
     """Return `value` as the JSON that it will be in an answer.
 
-    An encoder does not let go of the interpreter. Entry by entry, a long list holds up no other thread.
+    The encoder holds the GIL: a long list is encoded entry by entry, so that other threads can run in between.
     """
     return cast("T", msgspec.Raw(_encoder.encode(value)))
 
@@ -290,7 +290,7 @@ def completion_logprobs(
 
 
 def prompt_offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int], text: str) -> list[int]:
-    """Return where in `text` each token of a prompt begins. Special tokens that were added to it take no room."""
+    """Return where in `text` each token of a prompt begins. Special tokens that were added to it take no characters."""
     detokenizer = Detokenizer(tokenizer.backend, (), skip_special_tokens=False)
     offsets: list[int] = []
     for token_id in prompt_ids:

@@ -55,9 +55,8 @@ _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 class EngineClient:
     """One engine, across restarts: an engine that is started again takes over the same sockets.
 
-    Create it inside the event loop. Its supervisor runs `receive`, and tells when a process is about to start
-    (`expect`), how it does (`status`) and when it is gone (`engine_down`); that an engine is up, the client hears from
-    the engine itself.
+    Create it inside the event loop. The engine's supervisor runs `receive`, and reports that a process is about to
+    start (`expect`), its state (`status`) and its end (`engine_down`). The engine itself reports that it is up.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class EngineClient:
         self._pull.bind(self.outputs_address)
 
     def close(self) -> None:
-        """Fail what is in flight and give the sockets back; `receive` must have ended."""
+        """Fail what is in flight and close the sockets; `receive` must have ended."""
         self.status.drain()
         self.engine_down("was shut down", state=EngineState.DOWN)
         self._push.close()
@@ -136,21 +135,21 @@ class EngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of places taken: an abort that waits to be sent keeps its own."""
+        """The number of places taken, by sequences and by aborts that wait to be sent."""
         return len(self._in_flight) + self._outbox.num_unsent_aborts
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that the engine has not begun with."""
+        """The number of sequences that the engine has not begun."""
         return sum(sequence.admitted_s is None for sequence in self._in_flight.values())
 
     @property
     def max_sequences(self) -> int:
-        """The most sequences that one request may have: half of the places, so that nobody takes all of them."""
+        """The most sequences that one request may have: half of the places, so that no request takes all of them."""
         return max(1, self.max_in_flight // 2)
 
     def max_sequences_of(self, sender: Sender) -> int:
-        """Return the most that one request of a sender may have: no more than its part of the places."""
+        """Return the most sequences that one request of a sender may have: no more than its part of the places."""
         return max(1, min(self.max_sequences, int(sender.part * self.max_in_flight)))
 
     async def wait_ready(self) -> Ready:
@@ -205,24 +204,24 @@ class EngineClient:
         return generation
 
     def _send_now(self, message: ToEngine) -> None:
-        """Raise `ApiError` 503 unless the engine takes requests."""
+        """Send a message. Raises `ApiError` 503 unless the engine takes requests."""
         self.check_available()
         if not self._outbox.send(message):
             raise self.status.refusal(self.name)
 
     def shutdown_engine(self) -> None:
-        """Ask the engine to exit; a supervisor that sees no exit ends the process itself."""
+        """Ask the engine to exit; if it does not, its supervisor ends the process."""
         if self.engine is not None:
             self._outbox.send(Shutdown())
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, wait for those in flight, and fail what is left after ``timeout_s``."""
+        """Take no more requests, wait for those in flight, and fail what is left after `timeout_s`."""
         self.status.drain()
         if not await self.until_idle(timeout_s):
             self._fail_all()
 
     async def until_idle(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is in flight; return whether that came in time."""
+        """Wait until nothing is in flight; return `False` if `timeout_s` passes before."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -240,9 +239,9 @@ class EngineClient:
         self._outbox.send(Sleep())
 
     def wake(self, give_way_s: float = 0.0) -> None:
-        """Have the model, which is asleep, come back: its engine loads its weights, or is started.
+        """Wake the model, which is asleep: its engine loads its weights, or is started.
 
-        It loads them behind the work of others for `give_way_s` at most.
+        Loading gives way to the work of other models for `give_way_s` at most.
         """
         assert self.state is EngineState.ASLEEP
         self.status.wake_up()
@@ -254,11 +253,11 @@ class EngineClient:
             self._outbox.send(Wake(give_way_s))
 
     def expect(self, incarnation: int) -> None:
-        """Take only the engine process that was started with this number for the one that serves."""
+        """Accept only the engine process that was started with this number."""
         self._incarnation = incarnation
 
     def engine_up(self, ready: Ready) -> None:
-        """Note that the engine serves: its `Ready` came. A late one of a process that is gone means nothing."""
+        """Note that the engine serves: its `Ready` came. A late one, of a process that is gone, is ignored."""
         if ready.incarnation != self._incarnation:
             return
         self.engine = ready
@@ -271,7 +270,7 @@ class EngineClient:
     def engine_down(
         self, why: str, *, state: EngineState = EngineState.RESTARTING, retry_after_s: float = DOWN_RETRY_S
     ) -> None:
-        """Fail everything in flight, and refuse new requests until the engine process, which is gone, is back.
+        """Fail everything in flight, and refuse new requests: the engine process is gone.
 
         `why` completes "the engine …", such as `was killed by SIGKILL`; `state` says whether it is coming back.
         """
@@ -287,13 +286,13 @@ class EngineClient:
         self._fail_all()
 
     def want(self) -> None:
-        """Ask for an engine that stays down. Raises `ApiError` 409 for one that does not."""
+        """Ask for an engine that is down to be started. Raises `ApiError` 409 if it is not down."""
         if self.state is not EngineState.DOWN:
             raise ApiError(409, f"model '{self.name}' is {self.state}, not down", param="model", code="not_down")
         self._wanted.set()
 
     async def until_wanted(self) -> None:
-        """Wait until somebody asks for the engine, which is down."""
+        """Wait until `want` or `wake` asks for the engine, which has no process."""
         self._wanted.clear()
         await self._wanted.wait()
 
@@ -303,7 +302,7 @@ class EngineClient:
         self.metrics.engine_restarts(cause)
 
     async def receive(self) -> NoReturn:
-        """Take what the engine says, until cancelled. Raises if it says something that makes no sense."""
+        """Handle the engine's messages until cancelled. Raises on a message that makes no sense."""
         while True:
             message = self._decoder.decode(await self._pull.recv())
             await asyncio.sleep(0)  # `recv` does not yield while messages lie ready, and others use this event loop
@@ -326,7 +325,7 @@ class EngineClient:
                     self._ready.set()
 
     async def _until_connected(self) -> None:
-        """Wait until the engine can be spoken to: its two sockets connect on their own, and it may be heard before."""
+        """Wait until messages can reach the engine: its two sockets connect one by one, so it may be heard before."""
         while not self._push.poll(0, zmq.POLLOUT):
             await asyncio.sleep(0.005)
 
@@ -345,7 +344,7 @@ class EngineClient:
         for part in step.traces or ():
             if sequence := self._in_flight.get(part.request_id):
                 sequence.note_step(part)
-        # Arrays arrive as bytes; three conversions per step, whatever the batch.
+        # Arrays arrive as bytes: two conversions per step, however large the batch.
         request_ids = np.frombuffer(step.request_ids, "<u8").tolist()
         token_ids = np.frombuffer(step.token_ids, "<i4").tolist()
         for request_id, logprobs in (step.logprobs or {}).items():
@@ -377,7 +376,7 @@ class EngineClient:
                 sequence.generation.wake()
         if request_ids:
             self.metrics.count_generated_tokens(len(request_ids))
-        if step.stats is not None and self.engine is not None:  # not the last words of one that is gone
+        if step.stats is not None and self.engine is not None:  # not the last message of an engine that is gone
             self.stats = step.stats
             self.metrics.observe_engine(step.stats)
             self.outlook.observe(step.stats)
@@ -385,7 +384,7 @@ class EngineClient:
         self._refuse_late(now_s)
 
     def _refuse_late(self, now_s: float) -> None:
-        """Refuse the requests that wait for the engine and can meet their targets no more."""
+        """Refuse the requests that wait for the engine and can no longer meet their targets."""
         for request_id in self.outlook.too_late(now_s):
             sequence = self._in_flight[request_id]
             if sequence.generation.admitted:

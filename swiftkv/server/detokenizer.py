@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer as Backend
 
 REPLACEMENT = "\ufffd"
-# A decode looks back on so many tokens: enough for a decoder to take a token for the middle of a text, not its start.
+# The earlier tokens that each decode includes: enough for the decoder to see that a token does not begin the text.
 _CONTEXT_TOKENS = 4
 _WINDOW_TOKENS = 12
 # An unfinished UTF-8 character is at most 3 bytes, and a broken byte decodes to one replacement character.
@@ -28,19 +28,19 @@ class Detokenizer:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self._window = self._end_of(prompt_ids)
-        # The places in the window at which a character ended. Vocabularies with byte tokens decode a run of bytes as
+        # Positions in the window at which a character ended. Vocabularies with byte tokens decode a run of bytes as
         # one: a window that began inside a character would spoil the whole run.
         self._boundaries = [0, len(self._window)]
-        self._text = self._decode(self._window)  # the window's
+        self._text = self._decode(self._window)  # of the window
         self._emitted_chars = len(self._text.rstrip(REPLACEMENT))  # of the window's text
         self.num_chars = 0
-        """How many characters of text were returned."""
+        """The number of characters returned so far."""
 
     def push(self, token_ids: Sequence[int], offsets: list[int] | None = None) -> str:
         """Take further tokens and return the text that is now certain.
 
-        `offsets` is appended to: where in all of the text each token begins. A token that is a part of a character
-        begins where the character does.
+        Where each token begins in the whole text is appended to `offsets`. A token that is a part of a character begins
+        where the character does.
         """
         return "".join([self._push(token_id, offsets) for token_id in token_ids])
 
@@ -87,12 +87,12 @@ class Detokenizer:
 
 
 def _certain_chars(text: str) -> int:
-    """Return how much of `text` stays as it is, whatever bytes follow."""
+    """Return how many characters of `text` stay the same, whatever bytes follow."""
     return max(len(text.rstrip(REPLACEMENT)), len(text) - _UNFINISHED)
 
 
 def _common_chars(text: str, other: str) -> int:
-    """Return how many characters two texts have in common at their beginning."""
+    """Return the number of characters in the common beginning of two texts."""
     if other.startswith(text):
         return len(text)
     return next((index for index, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(other))
@@ -101,7 +101,7 @@ def _common_chars(text: str, other: str) -> int:
 class StopStrings:
     """The stop strings of a request as one automaton (Aho-Corasick), shared by all its choices.
 
-    A state is a beginning of some stop string, the longest that the text ends with. Reading a character costs the same
+    A state is the longest beginning of a stop string that the text ends with. Reading a character costs the same
     however many stop strings there are and however long they are.
     """
 
@@ -112,7 +112,7 @@ class StopStrings:
         self._complete: list[str | None] = [None]  # the longest stop string that ends here
         for stop in self.stops:
             self._add(stop)
-        self._fallback = [0] * len(self._next)  # the state for the longest proper end of this one
+        self._fallback = [0] * len(self._next)  # the state of the longest proper suffix of this one
         self._link()
 
     def __bool__(self) -> bool:
@@ -190,6 +190,6 @@ class StopMatcher:
         return text[:num_shown]
 
     def flush(self) -> str:
-        """Return the text that was held back: the sequence ended without a stop string."""
+        """Return the text that was held back; call it when the sequence ends without a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""`/docs`: the OpenAPI document as one page without scripts, which needs nothing from anywhere else."""
+"""`/docs`: the OpenAPI document as one page without scripts, which loads nothing else."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from swiftkv.server.errors import speaks_anthropic
 
 GENERATION_ERRORS = (400, 404, 413, 429, 503)
 BODY_ERRORS = (400, 404, 413, 429)
-"""The statuses of errors, of routes that generate and of others that take a body."""
+"""The error statuses of routes that generate, and of other routes that take a body."""
 
 _SERVER_SENT_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
@@ -23,11 +23,11 @@ def documented_error(path: str = "") -> dict[str, Any]:
 def documented(
     schema: str, *error_statuses: int, stream: bool = False, several: bool = False, ok: int = 200, path: str = ""
 ) -> dict[int | str, dict[str, Any]]:
-    """Return a route's answers for the OpenAPI document: one of `schema`, or a list of `several`.
+    """Return a route's answers for the OpenAPI document: one `schema`, or with `several` a list of them.
 
     Args:
         ok: The status of success.
-        path: The route's, where errors depend on it.
+        path: The route's path, where errors depend on it.
     """
     reference: dict[str, Any] = {"$ref": f"#/components/schemas/{schema}"}
     shape = {"type": "array", "items": reference} if several else reference

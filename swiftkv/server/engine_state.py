@@ -1,4 +1,4 @@
-"""The states of an engine, as `/ready`, `swiftkv status` and metrics show them, and what leads from one to another."""
+"""The states of an engine, as `/ready`, `swiftkv status` and metrics show them, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineState(StrEnum):
     STOPPED = "stopped"  # by a signal or a debugger
     RESTARTING = "restarting"
     DOWN = "down"  # down for good: it is not started again
-    SLEEPING = "going to sleep"  # ends its requests
+    SLEEPING = "going to sleep"  # once its requests have ended
     ASLEEP = "asleep"  # without weights, and perhaps without a process
     WAKING = "waking up"
     DRAINING = "draining"
@@ -33,12 +33,12 @@ class EngineState(StrEnum):
 
     @property
     def is_as_wanted(self) -> bool:
-        """Whether requests are being answered, or are not because somebody put the model to sleep."""
+        """Whether requests are being answered, or the model was put to sleep."""
         return self.serves or self is EngineState.ASLEEP
 
     @property
     def is_there(self) -> bool:
-        """Whether requests are accepted: one that does not respond may recover before it is ended."""
+        """Whether requests are accepted: an engine that does not respond may recover before it is ended."""
         return self.serves or self in (EngineState.NOT_RESPONDING, EngineState.STOPPED)
 
 
@@ -48,17 +48,17 @@ class Observation:
 
     state: EngineState
     why: str | None
-    """The rest of a sentence that begins "the engine …"; `None` for one that is ready."""
+    """The rest of a sentence that begins "the engine …"; `None` if it is ready."""
     progress_s: float
     """The time of its last progress, on the monotonic clock."""
 
 
 class EngineStatus:
-    """The state of one engine: what is seen of its process, and in its place what somebody decided about the model.
+    """The state of one engine: what somebody decided about its model, or else what is seen of its process.
 
     A process that ends while its model sleeps, or is about to, leaves the model asleep. One that ends while its model
-    wakes up has died like any other. Methods that tell what happened may be called at any time, and change nothing
-    where that could not be; those that decide return whether they could.
+    wakes up has died like any other. Methods that report an event may be called at any time, and are ignored if it
+    makes no sense in the current state; methods that decide return whether they could.
     """
 
     def __init__(self) -> None:
@@ -112,16 +112,16 @@ class EngineStatus:
         return ApiError(503, f"model '{name}' {reason}", code=code, retry_after_s=self.retry_after_s)
 
     async def until(self, states: Container[EngineState]) -> EngineState:
-        """Wait for one of `states`, or for the end of the node; return which came."""
+        """Wait for one of `states`, or for the node to shut down; return the state by then."""
         while self.state not in states and not self.is_draining:
             await self._changed.wait()
         return self.state
 
     async def until_not(self, state: EngineState) -> None:
-        """Wait until the state is another one."""
+        """Wait until the state is not `state` any more."""
         await self.until(frozenset(EngineState) - {state})
 
-    # These calls tell what happened.
+    # These methods report events.
 
     def came_up(self) -> None:
         """Note that a process has loaded the model and takes requests."""
@@ -155,10 +155,10 @@ class EngineStatus:
         if self._decided is EngineState.WAKING:
             self._become(self._seen, None)
 
-    # These calls tell what somebody decided.
+    # These methods decide.
 
     def go_to_sleep(self) -> bool:
-        """Take no more requests, to sleep when those in flight have ended. Only an engine that is there can."""
+        """Take no more requests, and sleep once those in flight have ended. Only an engine that is there can."""
         return self._decide(self.state.is_there, EngineState.SLEEPING)
 
     def stay_awake(self) -> bool:

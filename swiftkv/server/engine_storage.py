@@ -1,4 +1,4 @@
-"""The storage of one engine as the gateway knows it, and the changes that the engine is asked for."""
+"""The storage of one engine as the gateway knows it, and the changes that it asks the engine for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from swiftkv.server.errors import ApiError
 from swiftkv.tier.messages import TierSpec, TierStats
 
 _TIMEOUT_S = 120.0
-"""Opening storage reads the weights, for their fingerprint."""
+"""The time for one change: opening storage reads the weights, for their fingerprint."""
 
 
 class EngineStorage:
     """Attaches storage to an engine that runs, and detaches it.
 
-    `send` gives a message to the engine, and raises `ApiError` 503 where that takes none.
+    `send` gives a message to the engine, and raises `ApiError` 503 if the engine takes none.
     """
 
     def __init__(self, send: Callable[[AttachStorage | DetachStorage], None]) -> None:
@@ -37,11 +37,11 @@ class EngineStorage:
         return "degraded" if self.is_degraded else "ok"
 
     async def attach(self, storage: TierSpec) -> None:
-        """Return when the engine uses the storage. Raises `ApiError`: 409 if it does not, 503 if it does not answer."""
+        """Attach storage; return once it is in use. Raises `ApiError`: 409 if it is refused, 503 without an answer."""
         await self._change(AttachStorage(next(self._change_ids), storage))
 
     async def detach(self) -> None:
-        """Return when the engine has let go of its storage. Raises `ApiError` as `attach` does."""
+        """Detach the storage; return once the engine has let go of it. Raises `ApiError` as `attach` does."""
         await self._change(DetachStorage(next(self._change_ids)))
 
     def observe(self, stats: TierStats | None) -> None:
@@ -56,7 +56,7 @@ class EngineStorage:
             waiting.set_result(answer.why_not)
 
     def engine_gone(self, refusal: ApiError) -> None:
-        """Fail what waits for an engine whose process has ended."""
+        """Fail the changes that wait for an engine whose process has ended."""
         self.observe(None)
         for waiting in self._waiting.values():
             if not waiting.done():
