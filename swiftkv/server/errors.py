@@ -92,7 +92,7 @@ class ApiError(Exception):
 
     def answer(self) -> ErrorResponse:
         """Return the error as a client sees it."""
-        # A message may quote the client, and JSON allows it halves of surrogate pairs that UTF-8 has no bytes for.
+        # A message may quote the client, whose JSON may hold halves of surrogate pairs, for which UTF-8 has no bytes.
         message = self.message.encode("utf-8", "backslashreplace").decode()
         param = self.param and self.param.encode("utf-8", "backslashreplace").decode()
         kind = _TYPES.get(self.status, "invalid_request_error")
@@ -107,7 +107,7 @@ class ApiError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         message = self.answer().error.message
         if self.code == "context_length_exceeded":
-            message = f"prompt is too long: {message}"  # at this beginning Claude Code shortens the conversation
+            message = f"prompt is too long: {message}"  # at these words Claude Code shortens the conversation
         return AnthropicError(AnthropicErrorDetail(kind, message))
 
     def response(self, path: str = "") -> Response:
@@ -125,7 +125,7 @@ class ApiError(Exception):
 
 @contextmanager
 def fields_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors that are raised inside speak of fields by the names that the client knows."""
+    """Rename the fields in errors that are raised inside to the names that the client knows."""
     try:
         yield
     except ApiError as error:
@@ -159,7 +159,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _methods_at(request: Request) -> list[str]:
-    """Return the methods that a path takes; the framework tells those of the first route alone."""
+    """Return the methods that a path takes; the framework names only those of the first route."""
     routes = request.app.routes
     return [
         method

@@ -126,7 +126,7 @@ _SECTIONS: tuple[tuple[str, type[Body], *tuple[type[Body], ...]], ...] = (
     ("`PATCH /admin/lending/{worker}`", BudgetBody),
     ("`POST /admin/cache/{model}/pin`", PinBody),
 )
-"""Heading, body, and the bodies whose fields other sections have."""
+"""For each section: its heading, its body, and the bodies whose fields other sections list."""
 
 
 def field_tables() -> str:
@@ -154,7 +154,7 @@ def _state(field: FieldInfo) -> str:
 
 
 def _values(schema: dict[str, Any], defs: dict[str, Any]) -> str:
-    """Say what a field may hold; `null` always means that it was left out."""
+    """Describe the values of a field without `null`, which always means that the field was left out."""
     kinds = [kind for kind in schema.get("anyOf") or schema.get("oneOf") or [schema] if kind.get("type") != "null"]
     if "enum" in schema and schema.get("description") == "Not supported":
         harmless = [f"`{json.dumps(value)}`" for value in schema["enum"] if value is not None]

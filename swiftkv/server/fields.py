@@ -1,4 +1,4 @@
-"""The parts of request bodies: types of their fields, and the class that all of them are."""
+"""The parts of request bodies: types of their fields, and the base class of all bodies."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from swiftkv.server.price import LIMITS
 
 INT32_MAX = 2**31 - 1
 
-# The bound makes pydantic look into the string: JSON has halves of surrogate pairs, which no tokenizer takes.
+# The bound makes pydantic check the characters: JSON may hold halves of surrogate pairs, which no tokenizer takes.
 Text = Annotated[str, Field(max_length=INT32_MAX)]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 
 UNSEEN = "[This is of the type {}, which this model cannot read: it takes text.]"
-"""The text that a model sees where a tool returned something else."""
+"""The text that a model sees in place of a tool's result that is not text."""
 
 FIELD_NAMES: set[str] = set()
-"""The fields of all bodies, as clients write them; where pydantic says that a mistake is, it has other words, too."""
+"""The fields of all bodies, as clients write them; the locations in pydantic's errors have other words, too."""
 
 
 class Unsupported:
-    """Marks a field whose only accepted values are ``null`` and those given here, all of which ask for nothing."""
+    """Marks a field whose only accepted values are `null` and those given here, all of which ask for nothing."""
 
     def __init__(self, *harmless: Any) -> None:
         self.harmless = (None, *harmless)
@@ -49,9 +49,9 @@ class Unsupported:
 
 
 class AtMost:
-    """Checks how many entries a mapping has before pydantic looks at the first: it checks `max_length` after the last.
+    """Checks how many entries a mapping has before pydantic looks at the first of them.
 
-    It would make an error of every wrong entry until then.
+    Pydantic checks `max_length` after the last entry, when it has made an error of every wrong one.
     """
 
     def __init__(self, limit: int) -> None:
@@ -68,15 +68,15 @@ class AtMost:
 
 
 def told_by(key: str, tags: Mapping[str, str], *, default: str = "") -> Discriminator:
-    """Return what tells the members of a union apart: the text in `key`.
+    """Return a discriminator that finds the member of a union by the text in `key`.
 
     Args:
-        tags: The `Tag` of the member for each text. No field may be called so: errors would name it.
-        default: The text where there is none.
+        tags: The `Tag` of the member for each text. No tag may be the name of a field: errors would name that field.
+        default: The text if `key` is missing.
     """
 
     def tag(value: Any) -> str | None:
-        if isinstance(value, Body):  # the model that is to be written
+        if isinstance(value, Body):  # a value that is to be serialized
             return tags.get(getattr(value, key) or default)
         text = (value.get(key) or default) if isinstance(value, dict) else None
         return tags.get(text) if isinstance(text, str) else None
@@ -92,7 +92,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     lenient_with: ClassVar[str | None] = None
-    """The header of requests whose unknown fields are ignored. Without it, and where it is `None`, they are refused."""
+    """A header: requests that have it may have unknown fields, which are ignored. Otherwise they are refused."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ class FinishedRequest:
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)  # `cached_tokens` by where their KV lay
     decode_exposed_s: float = 0.0  # time that its other steps waited for copies, if it was traced
     leased: LeasedBytes = field(default_factory=LeasedBytes)
-    """The bytes of its model that changed hands meanwhile, if it was traced."""
+    """The bytes that its model lent, borrowed or gave back meanwhile, if it was traced."""
 
     @property
     def exposed_s(self) -> float:

@@ -1,9 +1,9 @@
 """Forecasts of how soon an engine would begin to answer, from what its gateway sees of it.
 
-A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine tells how much each
-token and row adds to the time of a step. So when a prompt arrives, the gateway can tell about when its first token
-comes. `swiftkv simulate` uses the same code. `_core.PromptQueue` sums up what is ahead of a prompt, for thousands may
-wait.
+A gateway knows which prompts wait, which are being computed, and how many answers go on; the engine reports how much
+each token and row adds to the time of a step. So when a prompt arrives, the gateway can estimate when its first token
+will come. `swiftkv simulate` uses the same code. `_core.PromptQueue` (C++) sums up the work ahead of a prompt, because
+thousands may wait.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _RECENT_ANSWERS = 32
 _RECENT_STEPS = 16
 _LEAST_TTFT_S = 1e-6
 _PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.3
-"""A request is refused unless so many like it would be in time, by whether later ones may go before it.
+"""The part of similar requests that must be in time for one to be taken: if later ones cannot go first, or can.
 
-benchmarks/README.md compares others.
+benchmarks/README.md compares other values.
 """
 _INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "deadline"})
 
@@ -37,7 +37,7 @@ class ForecastLimits:
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     step_limit_s: float | None = None
-    """The longest step beside answers: `target_tpot`."""
+    """The longest that a step with answers may take: `target_tpot`."""
     due_s: float = 10.0
     """The seconds until the first token of a request without a target is due, for `deadline`."""
 
@@ -46,8 +46,8 @@ class ForecastLimits:
 class NewPrompt:
     """A prompt that arrives. `num_cached` of its tokens are expected to be in the cache.
 
-    `num_coming` of the others will be there once prompts have begun that wait. The order in which an engine begins does
-    not depend on these.
+    `num_coming` of the others will be there once waiting prompts have begun; the engine's order does not depend on
+    them.
     """
 
     num_tokens: int
@@ -68,11 +68,11 @@ class Forecast:
     """The prospects of a prompt, in seconds from now.
 
     Attributes:
-        ttft_s: Until its first token, if as many prompts overtake it as of late.
-        hopeful_ttft_s: Until its first token, as a part of similar prompts had it: `ttft_s` times an error of late.
+        ttft_s: Until its first token, if as many prompts overtake it as did lately.
+        hopeful_ttft_s: `ttft_s` times a quantile of the latest errors on similar prompts.
         alone_ttft_s: `ttft_s` if nothing else waited.
-        tpot_s: The least time for each further token: of a step with the answers that go on, and with its own.
-        answer_s: How long an answer usually goes on.
+        tpot_s: The least time for each further token: that of a step with the current answers and its own.
+        answer_s: From the first token to the last of an answer of the usual length.
     """
 
     ttft_s: float
@@ -84,7 +84,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The tokens that are left of a prompt, the seconds to compute them, and those that the step before may take."""
+    """The tokens left to compute of a prompt, the seconds for them, and those that the step before may take."""
 
     num_tokens: int
     computing_s: float
@@ -93,7 +93,7 @@ class Work:
 
 @dataclass(slots=True)
 class _Answer:
-    """A sequence that has a token: the tokens it looks back on, those it holds alone, and those it has generated."""
+    """A sequence that has a token: how many tokens it attends to, holds alone, and has generated."""
 
     context: int
     held: int
@@ -110,19 +110,19 @@ class _Holding:
 
 
 class EngineForecast:
-    """Follows the sequences of one engine, and forecasts when those that arrive begin. Times are of one clock."""
+    """Follows the sequences of one engine, and forecasts when new ones will have a token. Times are by one clock."""
 
     def __init__(self, limits: ForecastLimits | None = None) -> None:
         self._limits = limits or ForecastLimits()
         self.pool_tokens = math.inf
-        """The tokens that the engine's memory holds, once they are known."""
+        """The number of tokens that the engine's memory can hold; infinite until it is known."""
         self.longest_context = 0
         """The tokens of the longest sequence so far: the most that a prompt can find in the cache."""
         self.prefixes = SentPrefixes()
         """The beginnings of the prompts that the engine was sent, once its memory is known."""
         may_be_overtaken = self._limits.policy in _INTERRUPTING
         self._errors = ForecastErrors(_PART_IN_TIME_OVERTAKEN if may_be_overtaken else _PART_IN_TIME_IN_ORDER)
-        self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: left, seconds, arrival
+        self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: tokens, forecast, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._queue = PromptQueue(self._limits.policy)  # sequences without a token
         self._answers: dict[int, _Answer] = {}
@@ -133,7 +133,7 @@ class EngineForecast:
         self._answer_tokens = _USUAL_ANSWER_TOKENS
 
     def learn(self, step_time_s: Sequence[float]) -> None:
-        """Take over the coefficients of STEP_TIME_TERMS; ignore an empty sequence: the engine does not know them."""
+        """Take over the coefficients of STEP_TIME_TERMS; ignore an empty sequence: the engine knows none yet."""
         if step_time_s:
             self._costs = tuple(step_time_s)
 
@@ -150,7 +150,7 @@ class EngineForecast:
         self._queue.add(request_id, self._queued(prompt, now_s))
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
-        """Note that the engine has begun with a sequence, and what it found of it in the cache."""
+        """Note that the engine has begun a sequence, and how many of its tokens were cached."""
         queued = self._queue.find(request_id)
         if queued is not None:
             self._advance(now_s)
@@ -185,7 +185,7 @@ class EngineForecast:
         self._context += 1
 
     def miss(self, request_id: int, now_s: float) -> None:
-        """Note that a sequence which waits is given up: its first token would have come too late."""
+        """Note that a waiting sequence is given up: its first token would have come too late."""
         work = self.work_of(request_id)
         if work is not None and request_id in self._forecasts:
             num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
@@ -224,9 +224,9 @@ class EngineForecast:
     # ---- prospects ----
 
     def work_of(self, request_id: int) -> Work | None:
-        """Return the work on a sequence without a token; `None` for others, or while nobody knows how long steps take.
+        """Return the work on a sequence without a token; `None` for others, or while step times are unknown.
 
-        It is all that was left when the sequence came or was admitted.
+        It is the work that was left when the sequence came or was admitted.
         """
         queued = self._queue.find(request_id)
         if queued is None or not self._costs:
@@ -235,7 +235,7 @@ class EngineForecast:
         return Work(int(queued.num_left), pace.computing_s(queued), pace.step_s)
 
     def of(self, prompt: NewPrompt, now_s: float) -> Forecast | None:
-        """Return the prospects of a prompt that arrives now; `None` while nobody knows how long steps take."""
+        """Return the prospects of a prompt that arrives now; `None` while step times are unknown."""
         if not self._costs:
             return None
         self._advance(now_s)
@@ -285,7 +285,7 @@ class EngineForecast:
         return step_s + num_answers * (token_s + row_s) + (self._context + context) * context_s
 
     def _rest_of_step_s(self, now_s: float) -> float:
-        """Return the seconds until the step in progress ends, if it has answers alone."""
+        """Return the seconds until the step in progress ends if it has only answers, else 0."""
         if self._queue.has_begun or not self._answers:
             return 0.0
         return max(0.0, self._decodes_s() - (now_s - self._last_step_s))
@@ -302,9 +302,9 @@ class EngineForecast:
         return PromptPace(token_s=token_s, pair_s=pair_s, overhead_s=overhead_s, spare_s=spare_s, budget=budget)
 
     def _room_s(self, prompt: QueuedPrompt, ahead: WorkAhead) -> float:
-        """Return when enough answers will have ended to leave a slot, and memory, for a prompt behind those ahead.
+        """Return the seconds until enough answers have ended to make room for a prompt and those ahead of it.
 
-        Those of lower classes need not end: they give way.
+        Answers of lower classes need not end: they are displaced.
         """
         end = self._queue.end_of_class(prompt.priority)
         staying = [holding for priority, holding in self._holding.items() if priority < end]

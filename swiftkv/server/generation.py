@@ -1,6 +1,6 @@
 """The sequences of one HTTP request, on their way from an engine to the reader of the answer.
 
-A reader gets everything that has arrived since it last asked at once, so a slow reader costs no more than a fast one.
+A reader gets at once everything that has arrived since it last asked, so a slow reader costs no more than a fast one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Terms:
     """The terms on which the sequences of one request are served.
 
     Attributes:
-        cache_salt: Prompts share cached prefixes only with those of an equal one.
-        priority: That of the service tier included; lower runs first.
-        target_ttft_s: When the first token is due, for the order of the engine.
-        targets: A request that would miss these is refused.
-        sender: On whose behalf it comes.
-        is_traced: Whether the engine tells of its steps.
-        is_to_last: Whether the prompt goes to storage, if there is any, without waiting as the write policy does.
+        cache_salt: Prompts share cached prefixes only with prompts of an equal salt.
+        priority: The priority, that of the service tier included; lower runs first.
+        target_ttft_s: Seconds until the first token is due, for the order of the engine.
+        targets: The targets; a request that would miss them is refused.
+        sender: The sender of the request.
+        is_traced: Whether the engine reports the steps of the request.
+        is_to_last: Whether the prompt goes to storage, if there is any, whatever the write policy would wait for.
     """
 
     cache_salt: str = ""
@@ -45,14 +45,14 @@ USUAL_TERMS = Terms()
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence to generate. ``prompt`` is int32, little-endian."""
+    """One sequence to generate. `prompt` is int32, little-endian."""
 
     prompt: bytes
     sampling: SamplingParams
     pooling: Pooling | None = None  # None: it wants tokens
 
     def message(self, request_id: int, terms: Terms, arrived_s: float) -> AddRequest:
-        """Return what the engine is told of it. `arrived_s` is by `time.perf_counter`, the clock of all processes."""
+        """Return the message to the engine. `arrived_s` is by `time.perf_counter`, the clock of all processes."""
         return AddRequest(
             request_id,
             self.prompt,
@@ -74,13 +74,13 @@ class SequenceRequest:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes as a message."""
+        """The approximate size of its message."""
         return len(self.prompt) + len(self.sampling.grammar or "")
 
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """The part of one sequence that arrived since the last time."""
+    """The part of one sequence that arrived since the reader last asked."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -91,18 +91,18 @@ class SequenceOutput:
 
 
 class Generation:
-    """The sequences of one HTTP request: iterate for their output, leave the ``with`` block to abort what still runs.
+    """The sequences of one HTTP request: iterate for their output, leave the `with` block to abort what still runs.
 
-    ``admitted`` gets an entry for each sequence that the engine begins with: its index, and the prompt tokens that it
-    found in the cache. If the sequence finds more, another entry follows, which replaces the first. ``finished`` gets
-    an entry for each sequence that has ended, however it did. ``first_step_ended_s`` is when the engine had its first
-    token, on the clock of ``time.perf_counter``.
+    `admitted` gets an entry for each sequence that the engine begins: its index, and the prompt tokens that it found in
+    the cache. If the sequence finds more, another entry follows, which replaces the first. `finished` gets an entry for
+    each sequence that has ended, however it did. `first_step_ended_s` is when the engine's step with the first token
+    ended, by `time.perf_counter`.
     """
 
     def __init__(
         self, request_ids: range, abort: Callable[[Sequence[int], str], None], sender: Sender = ANYBODY
     ) -> None:
-        """`abort` ends requests by their ids, for the reason that is given with them."""
+        """`abort` ends the sequences of the given ids, for the given reason."""
         self.sender = sender
         self.request_ids = request_ids
         self.admitted: list[tuple[int, Admitted]] = []
@@ -149,7 +149,7 @@ class Generation:
         raise StopAsyncIteration
 
     def finish(self, index: int, reason: str) -> None:
-        """End one sequence early; ``reason`` is for the metrics (``stop``: a stop string, ``abort``: nobody waits)."""
+        """End one sequence early; `reason` is for the metrics (`stop`: a stop string, `abort`: nobody waits)."""
         request_id = self._unfinished.pop(index, None)
         if request_id is not None:
             self._abort([request_id], reason)
@@ -162,22 +162,22 @@ class Generation:
             self._abort(request_ids, "abort")
 
     def keep(self, count: int) -> None:
-        """Forget all sequences but the first `count`: the engine was never sent them."""
+        """Forget all sequences but the first `count`: the others were never sent to the engine."""
         self._unfinished = {index: request_id for index, request_id in self._unfinished.items() if index < count}
 
     def output(self, index: int) -> SequenceOutput:
-        """Return what has come of a sequence and was not taken yet, to be added to: call `wake` afterwards."""
+        """Return the output of a sequence that the reader has not taken yet, to add to it; call `wake` afterwards."""
         output = self._outputs.get(index)
         if output is None:
             output = self._outputs[index] = SequenceOutput(index)
         return output
 
     def end(self, index: int) -> None:
-        """Note that nothing more comes of a sequence."""
+        """Note that a sequence will have no more output."""
         self._unfinished.pop(index, None)
 
     def fail(self, index: int, error: ApiError) -> None:
-        """End one sequence, and the generation with it, once what has come before is taken."""
+        """End one sequence, and the generation once the reader has taken its earlier output."""
         self._unfinished.pop(index, None)
         self._error = error
         self.wake()

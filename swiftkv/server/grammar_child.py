@@ -1,6 +1,6 @@
-"""The process in which the gateway has grammars checked: `python -m swiftkv.server.grammar_child`.
+"""The process that checks grammars for the gateway: `python -m swiftkv.server.grammar_child`.
 
-A grammar can be made to take a compiler's stack, memory or time. Here that ends this process and nothing else.
+A grammar can be made to exhaust a compiler's stack, memory or time. Here that ends only this process.
 """
 
 from __future__ import annotations

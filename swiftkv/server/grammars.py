@@ -1,4 +1,4 @@
-"""Has grammars checked before an engine hears of them, in a process that may die of one."""
+"""Checks grammars before engines get them, in a process that may die of one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GrammarChecker:
     """Checks one grammar at a time and remembers the verdicts. Use it from one event loop."""
 
     def __init__(self) -> None:
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # the one that was asked for last is the last
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # in order of last use
         self._running: dict[bytes, asyncio.Task[Verdict]] = {}
         self._child = Child("swiftkv.server.grammar_child", "grammars wait to be checked")
         self._decoder = msgspec.msgpack.Decoder(Verdict)
@@ -40,7 +40,8 @@ class GrammarChecker:
         """Return the grammar as engines take it.
 
         Raises:
-            ApiError: 400 that names the field and says why, 429 if too many others wait, 503 if nobody can check it.
+            ApiError: 400 that names the field and says why, 429 if too many others wait, 503 if it cannot be checked
+                now.
         """
         verdict = await self._verdict(asked.source)
         if verdict.grammar is None:

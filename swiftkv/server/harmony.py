@@ -3,8 +3,7 @@
     <|channel|>analysis<|message|>…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f json<|message|>{…}<|call|>
 
-OpenAI's own library for it wants a vocabulary from the internet; the special tokens of the checkpoint say all that is
-needed here.
+OpenAI's own library downloads a vocabulary from the internet; the special tokens of the checkpoint suffice here.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MARKS = ("<|start|>", CHANNEL, "<|constrain|>", "<|message|>", "<|end|>", "<|ca
 _FINAL = "final"
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
-_LONGEST_HEADER = 512  # characters: a model that writes no header is heard all the same
+_LONGEST_HEADER = 512  # characters: a longer text without marks is no header
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class HarmonyParser(ReasoningParser):
 
 
 class HarmonySections(Sections):
-    """Analysis is reasoning, the final channel and commentary to nobody are the answer, the rest are calls."""
+    """Messages to functions are calls, the final channel and commentary to nobody the answer, the rest reasoning."""
 
     def __init__(self, tokens: HarmonyTokens) -> None:
         self._marks = tokens.marks
@@ -128,7 +127,7 @@ class HarmonySections(Sections):
                 return [ArgumentsGrown(text)]
 
     def _begin(self) -> list[SectionEvent]:
-        """Find out by its header what a message is."""
+        """Determine from its header which part of the answer a message is."""
         header, self._header = self._header or "", None
         channel = (header.partition(CHANNEL)[2].split() or [_FINAL])[0]
         recipient = _RECIPIENT.search(header)

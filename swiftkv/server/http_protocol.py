@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with limits: heads, trailers, connections and every wait have an end."""
+"""uvicorn's HTTP protocol with limits on heads, trailers, connections and every wait."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MAX_FIELDS = 128
 MAX_TRAILER_BYTES = 8 << 10
 MAX_IGNORED_BYTES = 64 << 10
 _SPREAD = 0.25
-"""A deadline comes up to this part of it late."""
+"""The part of a deadline by which it may come late, at most."""
 _CHUNK_OVERHEAD_BYTES = 32
-"""A chunk's size in hexadecimal, two line ends, and some room."""
+"""The bytes allowed for each chunk's size in hexadecimal and its two line ends."""
 _TRAILERS_TOO_LONG = ApiError(431, f"the request's trailers are larger than {MAX_TRAILER_BYTES} bytes")
 _HEAD_TOO_LONG = ApiError(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
 _TOO_MANY_FIELDS = ApiError(431, f"the request has more than {MAX_FIELDS} headers")
@@ -41,7 +41,7 @@ _NOT_HTTP = ApiError(400, "this is not an HTTP request")
 
 
 class _Phase(Enum):
-    """The part of its life that a connection is in: each has its own deadline."""
+    """The phase of a connection's life; each has its own deadline."""
 
     HEAD = auto()
     BODY = auto()
@@ -54,7 +54,7 @@ class _Phase(Enum):
 
 
 class _StopParsing(Exception):
-    """Nothing more of this connection is parsed."""
+    """Ends the parsing of a connection's bytes for good."""
 
 
 def http_config(app: ASGIApp, limits: NodeLimits, **options: Any) -> uvicorn.Config:
@@ -76,9 +76,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
     A request that is too long or too slow is answered with an error and the connection closed; a client that does not
-    read is cut off. A request that is sent before the answer to the one before is finished is not read: the connection
-    closes after that answer. So there is one request at a time, the connection is always read, and a client that hangs
-    up is noticed.
+    read is cut off. A request that is sent before the previous answer is finished is not read: the connection closes
+    after that answer. So there is one request at a time, the connection is always read, and a client that hangs up is
+    noticed.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
             self._count(len(data))
-        except httptools.HttpParserUpgrade:  # to what no server here speaks: it is answered as if it did not ask
+        except httptools.HttpParserUpgrade:  # the request is answered as if it asked for no upgrade
             self._is_deaf = True
             self.cycle.keep_alive = False
         except httptools.HttpParserError:
@@ -178,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         num_bytes = len(name) + len(value) + 4
-        if not self._reading_head:  # a trailer, which nobody reads
+        if not self._reading_head:  # a trailer, which is ignored
             self._count_field(num_bytes, MAX_TRAILER_BYTES, _TRAILERS_TOO_LONG)
             return
         self._count_field(num_bytes, MAX_HEAD_BYTES, _HEAD_TOO_LONG)
@@ -224,7 +224,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # any byte would disarm it
+        self._unset_keepalive_if_required()  # any byte would disarm that timer
         if self.transport.is_closing():
             self._enter(_Phase.CLOSING)
         else:
@@ -241,7 +241,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         """Count bytes after they were parsed, also those of fields that are not complete.
 
-        Where a head or a message ended among them, it is unknown how many came after that: those are not counted.
+        If a head or a message ended among them, it is unknown how many came after that, and none are counted.
         """
         if self._section_ended or self.transport.is_closing():
             return
@@ -308,7 +308,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             case _Phase.BODY:
                 self._window_bytes = 0
                 self._enter(_Phase.BODY)
-            case _Phase.ANSWER if not self.transport.is_closing():  # it takes as long as it takes, unless it failed
+            case _Phase.ANSWER if not self.transport.is_closing():  # an answer may take any time, unless it failed
                 self._enter(_Phase.ANSWER)
             case _Phase.ANSWER | _Phase.CLOSING:
                 self.transport.abort()
@@ -322,7 +322,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _spread(deadline_s: float) -> float:
-    """Return when to act on a deadline: what began in one instant on many connections must not all end in one."""
+    """Return the time for a deadline with a random delay: many connections that began at once must not end at once."""
     return deadline_s * random.uniform(1.0, 1.0 + _SPREAD)
 
 

@@ -1,4 +1,4 @@
-"""One sequence on its way through an engine, with the times of its life."""
+"""One sequence in an engine, with its times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.generation import Generation, SequenceRequest
 from swiftkv.server.metrics import ModelMetrics
 
-_MAX_CHUNKS = 512  # the most of one prompt that are kept to be shown
+_MAX_CHUNKS = 512  # the most that are kept of one traced prompt
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class InFlight:
         self.num_tokens += 1
 
     def note_step(self, part: StepTrace) -> None:
-        """Keep what a step had of the sequence, which is traced."""
+        """Keep the figures of one step of the sequence, which is traced."""
         if part.leased is not None:
             self.leased += part.leased
         if not part.num_prompt_tokens:

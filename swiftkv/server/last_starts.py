@@ -1,4 +1,4 @@
-"""The latest time at which each prompt that waits can begin and still have its first token when it is due."""
+"""The latest time at which each waiting prompt can begin and still have its first token in time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from swiftkv._core import ForecastErrors
 from swiftkv.server.forecast import EngineForecast, Work
 
 _PART = 0.8
-"""The part of prompts alike that are computed within the allowance; benchmarks/README.md compares others."""
+"""The part of similar prompts that are computed within the allowance; benchmarks/README.md compares other values."""
 
 
 class LastStarts:
-    """Finds the prompts for which it has become too late to begin, before any time is spent on them.
+    """Finds the waiting prompts that can no longer begin in time, before any time is spent on them.
 
-    Nobody knows on arrival which prompts will come later and go first, but once a prompt has waited for too long, that
-    is certain. A prompt is allowed the time within which most of those alike were computed of late, for others may
-    interrupt it. Times are of the clock of `forecast`.
+    On arrival it is unknown which later prompts will go first, but once a prompt has waited too long, that is certain.
+    A prompt is allowed the time within which most similar ones were computed lately, because others may interrupt it.
+    Times are by the clock of `forecast`.
     """
 
     def __init__(self, forecast: EngineForecast) -> None:
@@ -28,13 +28,13 @@ class LastStarts:
         self._begun: dict[int, tuple[Work, float]] = {}  # before its first token: the work expected, and its beginning
 
     def add(self, request_id: int, due_s: float) -> None:
-        """Note when the first token of a sequence is due; without times of steps, nothing follows from it."""
+        """Note when the first token of a sequence is due; do nothing while step times are unknown."""
         if self._forecast.work_of(request_id) is not None:
             self._due_s[request_id] = due_s
             heapq.heappush(self._checks, (-math.inf, request_id))
 
     def admitted(self, request_id: int, now_s: float) -> None:
-        """Note that the engine has begun with a sequence."""
+        """Note that the engine has begun a sequence."""
         self._due_s.pop(request_id, None)
         work = self._forecast.work_of(request_id)
         if work is not None:
@@ -53,7 +53,7 @@ class LastStarts:
         self._begun.pop(request_id, None)
 
     def passed(self, now_s: float) -> list[int]:
-        """Return the sequences that wait and can no longer begin in time, each of them once."""
+        """Return the waiting sequences that can no longer begin in time, each of them once."""
         passed = []
         while self._checks and self._checks[0][0] <= now_s:
             _, request_id = heapq.heappop(self._checks)

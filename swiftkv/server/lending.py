@@ -64,7 +64,7 @@ class CoordinatorClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for an engine that is not there
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # no message waits for an engine that is not there
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEASE_MESSAGE_BYTES)
         self._socket.connect(leases_address)
@@ -74,7 +74,7 @@ class CoordinatorClient:
         self._decoder: msgspec.msgpack.Decoder[ToAdmin] = msgspec.msgpack.Decoder(ToAdmin)
 
     def close(self) -> None:
-        """Give the socket back; `receive` must have ended."""
+        """Close the socket; `receive` must have ended."""
         self._socket.close()
         self._context.term()
 
@@ -121,8 +121,8 @@ class CoordinatorClient:
 class LendingMember:
     """One model of the node. `why_not_lend` completes "model 'x' …", and is `None` for one that can lend.
 
-    `remember_budget` takes the budget, in bytes, with which the engine begins when it is started again and which holds
-    while it is awake; `budget_bytes` returns it.
+    `remember_budget` sets, and `budget_bytes` returns, the budget in bytes that holds while the engine is awake and
+    after it is started again.
     """
 
     name: str
@@ -131,7 +131,7 @@ class LendingMember:
     block_bytes: int
     why_not_lend: str | None
     engine: EngineClient
-    coordinator: CoordinatorClient | None  # None: it has no part in lending
+    coordinator: CoordinatorClient | None  # `None`: it has no part in lending
     remember_budget: Callable[[int], None]
     budget_bytes: Callable[[], int]
 
@@ -156,27 +156,27 @@ class NodeLending:
                 member.coordinator.close()
 
     async def overview(self) -> LendingOverview:
-        """Show lending for every model; one that does not answer in time is shown as such."""
+        """Return the lending of every model; one that does not answer in time has an `error`."""
         models = await asyncio.gather(*(self._model_lending(member) for member in self._members.values()))
         return LendingOverview(self._enabled, self._transport, models)
 
     async def set_budget(self, name: str, budget: Budget, dry_run: bool) -> BudgetChange:
-        """Set what `name` may lend, and wait until what it lends beyond that is home.
+        """Set the budget of model `name`, and wait until the extents that it lends beyond that are home.
 
-        Raises `ApiError`: 404 for no such model, 409 for one that cannot lend, 400 for a budget that cannot be, 503 if
-        it does not answer.
+        Raises `ApiError`: 404 for no such model, 409 for one that cannot lend, 400 for an impossible budget, 503 if it
+        does not answer.
         """
         member = self._member(name)
         if member.why_not_lend is not None or member.coordinator is None:
             raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="worker", code="cannot_lend")
         budget_bytes = budget.bytes_of(member.pool_bytes)
-        # kv_cache.memory, which users know, may be more than the pool by less than a block.
+        # kv_cache.memory, which users know, may exceed the pool by less than a block.
         if budget_bytes >= member.pool_bytes + member.block_bytes:
             pool = format_size(member.pool_bytes)
             raise ApiError(400, f"{budget} is more than the pool of '{name}', {pool}; 100% is the most", param="budget")
         _check_there(member)
         budget_bytes = min(budget_bytes, member.pool_bytes)
-        if not dry_run:  # now: it holds when the engine reads it, long before what is recalled is home, if ever
+        if not dry_run:  # at once: the budget holds when the engine reads it; recalls may take long
             member.remember_budget(budget_bytes)
         answer = await member.coordinator.set_budget(budget_bytes, dry_run)
         if answer.refused is not None:
@@ -215,26 +215,26 @@ class NodeLending:
         )
 
     async def lend_all(self, name: str) -> None:
-        """Have a model lend its whole pool, as far as anybody borrows; until it is started again, or told otherwise."""
+        """Let a model lend its whole pool, until its engine is started again or another budget is set."""
         await self._lend_up_to(name, lambda member: member.pool_bytes)
 
     async def lend_as_before(self, name: str) -> None:
-        """Have a model lend what its budget allows; wait until what it lends beyond that is home, if that comes."""
+        """Let a model lend what its budget allows; wait until extents beyond that are home, if its borrowers answer."""
         await self._lend_up_to(name, lambda member: member.budget_bytes())
 
     async def recall_all(self, name: str) -> None:
-        """Take home what a model lends, if its borrowers answer."""
+        """Recall all that a model lends; wait until it is home, if its borrowers answer."""
         await self._lend_up_to(name, lambda member: 0)
 
     async def _lend_up_to(self, name: str, budget_bytes: Callable[[LendingMember], int]) -> None:
-        """Have a model lend so much if it lends at all: one without lending has no budget."""
+        """Set how much a model lends, if it lends at all: others have no budget."""
         member = self._member(name)
         if member.why_not_lend is None and member.coordinator is not None and member.engine.engine is not None:
             with suppress(ApiError):
                 await member.coordinator.set_budget(budget_bytes(member), dry_run=False)
 
     async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
-        """Ask the coordinators of all models, or of one, for what `metrics` shows; silent ones are left out."""
+        """Ask the coordinators of all models, or of one, for the figures of `metrics`; silent ones are left out."""
         members = [m for m in self._members.values() if m.coordinator and only_model in (None, m.name)]
         for member, answer in zip(members, await asyncio.gather(*map(_scraped, members)), strict=True):
             metrics.observe(member.name, answer)
@@ -273,7 +273,7 @@ class NodeLending:
 
 
 def _check_there(member: LendingMember) -> None:
-    """Raise `ApiError` 503 unless the model has a process, be it one that sleeps."""
+    """Raise `ApiError` 503 unless the model has a process, asleep or not."""
     if member.engine.engine is None:
         raise member.engine.status.refusal(member.name)
 
@@ -324,7 +324,7 @@ def _extents(link: LinkState, name: str, lends: bool) -> LinkExtents:
     states = np.frombuffer(link.states or b"", np.uint8).tolist()
     epochs = np.frombuffer(link.epochs or b"", "<u4").tolist()
     extents = [
-        # Only an extent that is home (or was never offered) is the lender's to write to.
+        # The lender may write only to an extent that is home (or was never offered).
         ExtentView(extent, names[state], owner=borrower if state else lender, epoch=epoch)
         for extent, (state, epoch) in enumerate(zip(states, epochs, strict=True))
     ]

@@ -1,4 +1,4 @@
-"""The metrics of lending, from what coordinators last told."""
+"""The metrics of lending, as coordinators last reported them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swiftkv.server.model_collector import ModelCollector
 
 
 class LendingMetrics(ModelCollector[LendingState]):
-    """Coordinators keep the counters; one that is started again begins anew, and one that is silent shows nothing."""
+    """Lending as coordinators count it: one that is restarted begins anew, and one that is silent has no metrics."""
 
     def observe(self, model: str, known: LendingState | None) -> None:
-        """Keep the answer of a model's coordinator; `None` says that none came."""
+        """Keep the answer of a model's coordinator; `None` if none came."""
         if known is None:
             self.forget(model)
         else:

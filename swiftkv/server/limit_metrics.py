@@ -11,7 +11,7 @@ from swiftkv.server.limits import NodeLimits
 
 
 class LimitMetrics(Collector):
-    """The use of the node's limits at the moment of a scrape: no model has a part of its own in it."""
+    """The use of the node's limits at the moment of a scrape, for all models together."""
 
     def __init__(self, limits: NodeLimits) -> None:
         self._limits = limits

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from swiftkv.server.log_limit import LogLimit
 
 SPARE_CONNECTIONS = 64
-"""Connections beyond the limit that are kept for monitoring, one short request each."""
+"""The number of connections beyond the limit that are kept for monitoring, one short request each."""
 URGENT_PATHS = frozenset({"/health", "/ready"})
 """Requests for these begin at once: they cost little, and monitoring measures how quickly the node answers."""
 MONITORING_PATHS = URGENT_PATHS | {"/metrics"}
@@ -59,8 +59,8 @@ class Admission(Enum):
 class BodyBudget:
     """The bytes that one request's body takes of the node's budget.
 
-    Large bodies may not shut out small ones: a body leaves as much room as it is long (at most an eighth of the
-    budget), and one of up to `FREE_BODY_BYTES` needs none, for connections are limited too.
+    Large bodies must not shut out small ones: beside others, a body must leave as much room as it is long (at most an
+    eighth of the budget). One of up to `FREE_BODY_BYTES` needs no room, because connections are limited too.
     """
 
     __slots__ = ("_counted_bytes", "_declared_bytes", "_limits", "_received_bytes", "_uncounted_bytes")
@@ -71,7 +71,7 @@ class BodyBudget:
         self._received_bytes = self._counted_bytes = self._uncounted_bytes = 0
 
     def take(self, num_bytes: int) -> bool:
-        """Take so many more, or return `False` if the node has no room for them."""
+        """Take `num_bytes` more, or return `False` if the node has no room for them."""
         self._received_bytes += num_bytes
         self._uncounted_bytes += num_bytes
         size_bytes = max(self._declared_bytes, self._received_bytes)
@@ -97,8 +97,8 @@ class BodyBudget:
 class Turns:
     """Begins a few pieces of work in each round of one event loop.
 
-    A hundred requests that come at once begin over fifty rounds; in each of them the tokens and answers of others go
-    on, and wait for two of the hundred instead of all.
+    A hundred requests that come at once begin over fifty rounds: in each round, the tokens and answers of others wait
+    for two of the hundred instead of all.
     """
 
     def __init__(self, per_round: int = 2) -> None:
@@ -109,7 +109,7 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that wait for their turn."""
+        """The number of pieces of work that wait for their turn."""
         return len(self._waiting)
 
     def enter(self, who: Hashable, begin: Callable[[], None]) -> None:
@@ -125,11 +125,11 @@ class Turns:
             self._waiting[who] = begin
 
     def leave(self, who: Hashable) -> None:
-        """Wait no longer."""
+        """Give up the turn that `who` waits for."""
         self._waiting.pop(who, None)
 
     async def take(self) -> None:
-        """Return in turn."""
+        """Wait for a turn."""
         turn = asyncio.get_running_loop().create_future()
         try:
             self.enter(turn, lambda: None if turn.done() else turn.set_result(None))
@@ -140,7 +140,7 @@ class Turns:
     def _begin_round(self) -> None:
         self._left = self._per_round
         self._is_counting = bool(self._waiting)
-        if self._is_counting:  # first, for the others' turns come whatever `begin` does
+        if self._is_counting:  # first: the other turns must come even if `begin` fails
             asyncio.get_running_loop().call_soon(self._begin_round)
         while self._waiting and self._left > 0:
             begin = self._waiting.pop(next(iter(self._waiting)))
@@ -150,7 +150,7 @@ class Turns:
 
 @dataclass(slots=True)
 class NodeLimits:
-    """The limits of a node, and what is in use at the moment."""
+    """The limits of a node, and how much of them is in use."""
 
     max_connections: int = 4096
     max_bodies: int = 128 << 20

@@ -1,4 +1,4 @@
-"""Measures how much of its weights an engine has loaded, by looks at its progress page."""
+"""Measures how much of its weights an engine has loaded, from its progress page."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _LOADS = (EngineState.STARTING, EngineState.RESTARTING, EngineState.WAKING)
 
 
 class LoadMeter:
-    """Counts the bytes of one engine's weights, and expects the rest to come as fast."""
+    """Counts the bytes of one engine's weights that are loaded, and expects the rest to come as fast."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._loaded_bytes = 0
         self._gives_way_until_s = 0.0  # monotonic
-        self._begun_s = 0.0  # monotonic: when there were none for the last time
+        self._begun_s = 0.0  # monotonic: when the load began
 
     def give_way(self, patience_s: float) -> None:
-        """Note that a load begins that gives way to other models for so long at most."""
+        """Note that a load begins, which gives way to other models for `patience_s` at most."""
         self._gives_way_until_s = time.monotonic() + patience_s
 
     def observe(self, loaded_bytes: int) -> None:
-        """Take over what the page says."""
+        """Take over the loaded bytes from the page."""
         if loaded_bytes == 0 or loaded_bytes < self._loaded_bytes:
             self._begun_s = time.monotonic()
         self._loaded_bytes = loaded_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 _LOGGERS = ("uvicorn.error", "asyncio", "swiftkv.server.request_log")
 MAX_KINDS = 256
-"""The kinds of messages that are remembered; a new one takes the place of the oldest."""
+"""The most kinds of messages that are remembered; a new one takes the place of the oldest."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class LogLimit(logging.Filter):
 def _kind(record: logging.LogRecord) -> tuple[object, ...]:
     """Return the first line of the message before its arguments are filled in, and the line of its exception.
 
-    What asyncio says of a task that failed has the task's number in its second line, which no other message has.
+    The second line of asyncio's message about a failed task has the task's number, which is never the same.
     """
     _, error, traceback = record.exc_info or (None, None, None)
     while traceback is not None and traceback.tb_next is not None:

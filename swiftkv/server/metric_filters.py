@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 
 class SomeModels(Collector):
-    """The metrics in a registry whose model, `None` for those of the node, is wanted."""
+    """The metrics in a registry whose model is wanted; the model of the node's own metrics is `None`."""
 
     def __init__(self, registry: CollectorRegistry, wanted: Callable[[str | None], bool]) -> None:
         self._registry = registry

@@ -38,7 +38,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 LOCAL_TIER, PEER_TIER = "local", "peer"
 MAX_HIDDEN = 16
-"""The models that were removed and whose counters are kept: a model that comes and goes is one of few."""
+"""The most removed models whose counters are kept: few models come and go."""
 M = TypeVar("M", Gauge, Counter)
 
 _MODEL = ("model_name",)
@@ -101,7 +101,7 @@ class GatewayMetrics:
         )
 
     def watch(self, limits: NodeLimits) -> None:
-        """Tell also how much of these limits is in use."""
+        """Add metrics of how much of these limits is in use."""
         self.registry.register(LimitMetrics(limits))
 
     def for_model(self, name: str) -> ModelMetrics:
@@ -115,13 +115,13 @@ class GatewayMetrics:
         return self._render(self.registry, only_model)
 
     def render_tenants(self, only_model: str | None = None) -> Iterator[bytes]:
-        """Yield the rest of that text, which names the node's tenants."""
+        """Yield the text of the metrics that name the node's tenants, as `render` does."""
         return self._render(self.tenants.registry, only_model)
 
     def hide_model(self, name: str) -> None:
         """Leave out a model that was removed.
 
-        Its counters go on if one of the same name is added before `MAX_HIDDEN` others are removed.
+        Its counters go on if a model of the same name is added before `MAX_HIDDEN` others are removed.
         """
         self._hidden.pop(name, None)
         self._hidden[name] = None
@@ -229,11 +229,11 @@ class ModelMetrics:
         self._histograms["vllm:time_to_first_token_seconds"].observe(latency_s)
 
     def observe_forecast(self, forecast_s: float, latency_s: float) -> None:
-        """Note when a first token came of which there was a forecast."""
+        """Note the forecast time of a first token, and the actual one."""
         self._histograms["swiftkv:time_to_first_token_forecast_ratio"].observe(forecast_s / max(latency_s, 1e-6))
 
     def observe_handed_over(self, preparing_s: float) -> None:
-        """Note how long a request took from the end of its body until its engine was sent it."""
+        """Note how long a request took from the end of its body until it was sent to its engine."""
         self._histograms["swiftkv:gateway_request_seconds"].observe(preparing_s)
 
     def observe_first_written(self, way_s: float) -> None:

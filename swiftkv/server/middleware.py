@@ -30,7 +30,7 @@ def is_open(path: str) -> bool:
 
 
 class _Key:
-    """A key that the ones in headers are compared with."""
+    """A key with which those in headers are compared."""
 
     def __init__(self, key: str) -> None:
         self._digest = hashlib.sha256(key.encode()).digest()
@@ -63,7 +63,7 @@ def _digest(key: str) -> bytes:
 class ApiKeyMiddleware:
     """Refuse requests without one of the models' keys, except on the paths that monitoring reads and on `ADMIN_PATH`.
 
-    Routes find the sender whose key it was in `request.state`.
+    Routes find the sender whose key it was in `request.state.sender`.
     """
 
     def __init__(self, app: ASGIApp, keys: Mapping[str, Sender]) -> None:
@@ -127,8 +127,8 @@ class AdminMiddleware:
 class HostMiddleware:
     """Refuse requests that were made under another name than this machine's.
 
-    A web page may ask the browser for a name of its own, and have that name point to this machine. Browsers always send
-    the name, so a request without one is not theirs.
+    A web page may have a name of its own point to this machine, and send requests to it. Browsers always send the name,
+    so a request without one is not from a browser.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:
@@ -157,7 +157,7 @@ def _is_admin(scope: Scope) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a Host header's value without its port, or "" if it is none."""
+    """Return a Host header's value without its port, or "" if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -167,8 +167,8 @@ def _host_name(host: str) -> str:
 class BodyLimitMiddleware:
     """Limit one body (413) and all bodies of the node together (503).
 
-    A body is refused from its Content-Length, or while it is read. It counts until its answer begins. An upload has a
-    limit of its own, and counts for nothing: it goes to disk as it comes.
+    A body is refused by its Content-Length, or while it is read. It counts until its answer begins. An upload has a
+    limit of its own, and does not count: it goes to disk as it comes.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, limits: NodeLimits, max_upload_bytes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Collects metrics from what was last heard of each model."""
+"""Collects metrics from the last report of each model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ T = TypeVar("T")
 
 
 class ModelCollector(Collector, Generic[T]):
-    """Keeps what was last heard of each model."""
+    """Keeps the last report of each model."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, T] = {}
 
     def observe(self, model: str, known: T | None) -> None:
-        """Keep this of a model; with `None` what was heard before stays."""
+        """Keep the report of a model; with `None` the one before stays."""
         if known is not None:
             self._by_model[model] = known
 
     def forget(self, model: str) -> None:
-        """Show nothing more of a model."""
+        """Drop the report of a model."""
         self._by_model.pop(model, None)

@@ -34,10 +34,10 @@ class ClientPolicy:
     """The trust that a model puts in its clients.
 
     Attributes:
-        show_cached_tokens: Whether `usage` tells how much of a prompt was in the cache; `salted`: only to requests
-            with a `cache_salt`, which cannot learn anything about the prompts of others by it.
+        show_cached_tokens: Whether `usage` tells how much of a prompt was in the cache; `salted`: only to requests with
+            a `cache_salt`, which learn nothing by it about the prompts of others.
         allow_priority: Whether requests may have a `priority` other than 0, and so go before others.
-        sender: Whose requests these are.
+        sender: The sender of the requests.
     """
 
     show_cached_tokens: Literal["always", "salted", "never"] = "always"
@@ -46,7 +46,7 @@ class ClientPolicy:
 
     @property
     def max_tier(self) -> Tier:
-        """The highest service tier that serves requests."""
+        """The highest service tier that requests get."""
         return self.sender.max_tier or ("priority" if self.allow_priority else "default")
 
     def towards(self, sender: Sender) -> ClientPolicy:
@@ -64,9 +64,9 @@ class ClientPolicy:
 class ModelHandle:
     """A model as the gateway knows it. `root` names its checkpoint; lengths and sizes are in tokens.
 
-    Clients may also ask for it by `further_names`; it answers by its own, as vLLM does by the first.
-    `threads` tokenize, decode and render templates: a model of which much is asked holds up no other. `grammars` is the
-    node's one, for a process of its own checks them.
+    Clients may also ask for it by `further_names`; answers have `name`, as vLLM's have the first name. `threads`
+    tokenize, decode and render templates, so that a busy model holds up no other. `grammars` is the node's only one,
+    because one process checks all grammars.
     """
 
     name: str
@@ -83,19 +83,19 @@ class ModelHandle:
     threads: BoundedThreads = field(default_factory=lambda: BoundedThreads("this model's tokenizer"))
     created: int = field(default_factory=lambda: int(time.time()))
     tool_parser: type[ToolParser] | None = None
-    """The parser of calls, by the way in which the model writes them; `None`: it takes no tools."""
+    """The parser of calls in the form in which the model writes them; `None`: it takes no tools."""
     reasoning: ReasoningParser | None = None
-    """The parser of reasoning, by the way in which the model writes it; `None`: all that it writes is the answer."""
+    """The parser of reasoning in the form in which the model writes it; `None`: all that it writes is the answer."""
     max_num_seqs: int = 64
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     templates: TemplateRenderer | None = None
-    """The node's one, for chat templates that requests bring; `None`: they may bring none."""
+    """The node's renderer of chat templates that requests bring; `None`: they may bring none."""
     auto_wake: bool = False
     """Whether a request wakes the model, if it is asleep."""
     embedding: EmbeddingRecipe | None = None
     """The recipe of the model's embeddings, if that is its task."""
     scoring: ScoreTemplate | None = None
-    """The text that the model is asked for a score with, if that is its task."""
+    """The text in which the model is asked for a score, if that is its task."""
     targets: Targets = NO_TARGETS
     """The targets of requests that name none; those that would miss them are refused."""
 
@@ -133,18 +133,18 @@ class ModelHandle:
 
     @property
     def must_wake(self) -> bool:
-        """Whether a request has to wake the model before it begins, or to hear that this cannot be done."""
+        """Whether a request must first wake the model, or fail if that cannot be done."""
         return self.auto_wake and not self.client.state.is_there
 
     @property
     def takes_requests(self) -> bool:
-        """Whether a request would be served now, or after a wait that it begins."""
+        """Whether a request would be served now, or after it has woken the model."""
         state = self.client.state
         return state.serves or (self.auto_wake and state is EngineState.ASLEEP)
 
 
 class ModelTable:
-    """The models of one port. The threads of one that leaves the table end."""
+    """The models of one port. The threads of a model end when it leaves the table."""
 
     def __init__(self, models: Mapping[str, ModelHandle]) -> None:
         self._models = dict(models)
@@ -181,7 +181,7 @@ class ModelTable:
         return model
 
     def own_names(self) -> dict[str, str]:
-        """Return each model's own name by all that clients may write; where there is one model, also by ''."""
+        """Return each model's own name by every name that clients may write; if there is one model, also by ''."""
         names = {name: model.name for model in self._models.values() for name in model.names}
         return names | ({"": next(iter(self._models))} if len(self._models) == 1 else {})
 

@@ -25,7 +25,7 @@ class Loading(Struct):
     left_s: float | None
     """Seconds that the rest is expected to take; null: nothing can be said yet."""
     gives_way: bool
-    """Whether it loads behind the work of other models, which have requests."""
+    """Whether loading gives way to the work of other models, which have requests."""
 
 
 class EngineView(Struct):
@@ -37,7 +37,7 @@ class EngineView(Struct):
     in_flight: int
     """Sequences that wait or run."""
     progress_age_s: float | None
-    """Seconds since its step loop last showed progress; null: there is no engine that could."""
+    """Seconds since its step loop last showed progress; null: there is no process."""
     restarts: int
     """Number of restarts since the node came up."""
     pid: int | None
@@ -134,7 +134,7 @@ class ModelStorage(Struct):
     model: str
     backend: str | None = None
     state: Literal["ok", "degraded"] | None = None
-    """The state of the storage; null also where the engine has not said yet."""
+    """The state of the storage; null also where the engine has not reported it yet."""
     write_policy: str | None = None
     prefetch_policy: str | None = None
 
@@ -197,7 +197,7 @@ class PoolView(Struct):
 
 
 class Latency(Struct):
-    """Waits of clients since the node came up: the difference of two views is of the time between them."""
+    """Waits of clients since the node came up: the difference of two views covers the time between them."""
 
     count: int = 0
     total_s: float = 0.0
@@ -242,7 +242,7 @@ class ModelOverview(Struct):
 class NodeOverview(Struct):
     version: str
     time_s: float
-    """The time by a clock of the node's own: differences of two views are seconds."""
+    """Seconds by a clock of the node's own: only the difference of two views has a meaning."""
     lending_enabled: bool
     transport: str
     models: list[ModelOverview]

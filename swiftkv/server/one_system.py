@@ -13,7 +13,7 @@ _REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 
 
 def one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages of which only the first may be of the role `system`.
+    """Return messages of which only the first may have the role `system`.
 
     System messages at the beginning become one. A later one is joined to the user's message beside it, or becomes a
     user's message, so that the user and the assistant go on taking turns.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class OtlpSink(Collector):
-    """A `TraceSink` that makes spans and sends them. As a collector of metrics it says what became of them."""
+    """A `TraceSink` that makes spans and sends them. As a collector of metrics it counts what became of them."""
 
     def __init__(self, endpoint: str, *, timeout_s: float = _TIMEOUT_S, max_waiting: int = _MAX_WAITING) -> None:
         """`endpoint` is a URL, with the path; `max_waiting` traces may wait for it.
@@ -58,7 +58,7 @@ class OtlpSink(Collector):
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Give what waits two seconds to get out."""
+        """Send the traces that wait, for two seconds at most."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
@@ -94,7 +94,7 @@ class OtlpSink(Collector):
 
 @contextmanager
 def open_sink(endpoint: str | None) -> Iterator[OtlpSink | None]:
-    """Yield what sends traces to `endpoint`, `None` where none are wanted. Raises as `OtlpSink` does."""
+    """Yield a sink that sends traces to `endpoint`, or `None` without one. Raises as `OtlpSink` does."""
     if endpoint is None:
         yield None
         return

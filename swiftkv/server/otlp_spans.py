@@ -41,7 +41,7 @@ def open_exporter(endpoint: str, timeout_s: float) -> Callable[[Sequence[Readabl
 
 
 class _ChosenIds(IdGenerator):
-    """Gives out ids that were told to clients already, and random ones after them."""
+    """Gives out the ids that clients were sent already, and random ones after them."""
 
     def __init__(self) -> None:
         self.next: TraceContext | None = None
@@ -166,7 +166,7 @@ def _context(parent: TraceContext | None) -> Context:
 
 
 def _request_attributes(trace: RequestTrace) -> Attributes:
-    """Return what the span of a request says, under vLLM's names where it has any."""
+    """Return the attributes of a request's span, under vLLM's names where it has any."""
     attributes: Attributes = {
         "http.request.method": trace.method,
         "http.response.status_code": trace.status,

@@ -78,7 +78,7 @@ class ToolUseParam(CachedPart):
 
 
 class FileParam(CachedPart):
-    """A picture or document that a tool returned. The model sees plain text, and for others a note."""
+    """A picture or document that a tool returned. The model sees plain text, and a note in place of anything else."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -278,7 +278,8 @@ class MessageMetadata(Body):
 class MessagesChat(ChatBody):
     """The chat that a request is translated to.
 
-    Clients of this API send a limit and an effort with each request, whatever the model, so neither is ever too much.
+    Clients of this API send a limit and an effort with each request, whatever the model, so neither is refused for
+    being too much.
     """
 
     must_fit: ClassVar[bool] = False
@@ -311,7 +312,7 @@ class CountTokensBody(ModelBody):
 
     @property
     def chat(self) -> ChatBody:
-        """The chat that the request comes to. Every field was checked already, and nothing is checked again."""
+        """The chat that the request is translated to. Its fields were checked already, and are not checked again."""
         return self._chat
 
     def _chat_fields(self) -> dict[str, Any]:

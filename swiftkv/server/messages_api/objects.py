@@ -18,7 +18,7 @@ class MessageText(Struct):
 
 
 class Thinking(Struct):
-    """Reasoning. Nobody signs it."""
+    """Reasoning, which has no signature."""
 
     thinking: str
     signature: str = ""
@@ -34,7 +34,7 @@ class ToolUseBlock(Struct):
 
 class MessageUsage(Struct):
     input_tokens: int
-    """Prompt tokens that were not in the cache, and all of them where the node does not show those that were."""
+    """Prompt tokens that were not in the cache; all prompt tokens where the node does not show cached ones."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int | UnsetType = UNSET
