@@ -1,1 +1,1 @@
-"""Embeddings and scores: what clients send, what engines are asked, and the answers."""
+"""Embeddings and scores: the requests of clients, the prompts for engines, and the answers."""

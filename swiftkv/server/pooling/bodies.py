@@ -69,7 +69,7 @@ class ScoringBody(PooledBody, TruncationFields):
 
 
 class ScoreBody(ScoringBody):
-    """vLLM's `/v1/score`. One text on the left goes with each on the right, or as many go with as many."""
+    """vLLM's `/v1/score`. One text on the left is paired with each on the right, or as many in order."""
 
     text_1: OneOrMany | None = None
     text_2: OneOrMany | None = Field(None, description="Required with `text_1`")

@@ -40,7 +40,7 @@ async def embed(model: ModelHandle, body: EmbeddingBody, num_bytes: int, record:
 
 
 def recipe_of(model: ModelHandle) -> EmbeddingRecipe:
-    """Return how the model, whose task is to embed, does it."""
+    """Return the recipe of a model whose task is to embed."""
     assert model.embedding is not None
     return model.embedding
 
@@ -54,9 +54,9 @@ def text_prompts(
     add_special_tokens: bool = True,
     cut: Truncation | None = None,
 ) -> list[list[int]]:
-    """Return the token ids of texts behind the checkpoint's prompt of that name, or its default one.
+    """Return the token ids of texts, each after the checkpoint's prompt of that name, or its default one.
 
-    `cut`: how those are cut that are too long, the prompt before them included.
+    `cut`: how texts that are too long are cut, the prompt before them included.
 
     Raises:
         ApiError: 400 if there is no such prompt, or a text is far too long.

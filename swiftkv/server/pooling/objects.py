@@ -22,7 +22,7 @@ class PooledUsage(Struct):
 class Embedding(Struct):
     index: int
     embedding: list[float] | str
-    """Numbers, or as base64 of little-endian float32."""
+    """Numbers, or base64 of little-endian float32."""
     object: Literal["embedding"] = "embedding"
 
 

@@ -1,4 +1,4 @@
-"""Has an engine compute prompts whose last positions are wanted, and counts what that took."""
+"""Has an engine compute prompts for the output at their last positions, and counts their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, stop_token_ids=[POOLE
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The numbers that an engine computed of prompts."""
+    """The outputs that an engine computed for prompts."""
 
     rows: npt.NDArray[np.float32]  # [num_prompts, width]
     num_tokens: int
@@ -46,7 +46,8 @@ async def pool(
     """Compute prompts, as many at once as one request may have in the engine.
 
     Raises:
-        ApiError: 503 if the engine is down, 429 if too much is in flight, or what the engine refuses a prompt with.
+        ApiError: 503 if the engine is down, 429 if too much is in flight, or the engine's status if it refuses a
+            prompt.
     """
     rows: list[bytes] = [b""] * len(prompts)
     cached: list[Admitted] = []
@@ -61,7 +62,7 @@ async def pool(
     )
     at_once = model.client.max_sequences_of(sender)
     for start in range(0, len(prompts), at_once):
-        while model.must_wake:  # it was put to sleep, for nothing was in flight
+        while model.must_wake:  # it was put to sleep while nothing was in flight
             await model.sleeper.wake_for_request()
         generation = model.client.generate(
             [SequenceRequest(prompt, _NO_TOKENS, pooling) for prompt in prompts[start : start + at_once]],
@@ -81,7 +82,7 @@ async def pool(
 
 
 def unit_length(rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return `rows` [N, width] divided by their lengths; one without a length stays as it is."""
+    """Return `rows` [N, width] divided by their lengths; a row of zeros stays as it is."""
     lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=-1, keepdims=True))
     scaled: npt.NDArray[np.float32] = (rows / np.maximum(lengths, np.finfo(np.float32).tiny)).astype(np.float32)
     return scaled

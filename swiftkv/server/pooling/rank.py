@@ -1,7 +1,7 @@
 """Scores of pairs of texts, and documents ranked by them.
 
-A model that scores is asked about each pair. One that embeds has its embeddings compared, as vLLM does: the cosine of
-the angle between them.
+A model that scores is asked about each pair. With a model that embeds, the score is the cosine of the angle between the
+two embeddings, as in vLLM.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def _scores(
     prompts = await model.threads.run(lambda: _asked(model, pairs, body), num_bytes)
     pooled = await pool(model, prompts, model.scoring.pooling, body, record)
     yes, no = pooled.rows.astype(np.float64).T
-    return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # softmax of the two, of yes
+    return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # the softmax over both, of yes
 
 
 def _asked(model: ModelHandle, pairs: Pairs, body: ScoringBody) -> list[bytes]:

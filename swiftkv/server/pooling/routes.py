@@ -1,4 +1,4 @@
-"""The routes of models that embed or score: OpenAI's for embeddings, vLLM's for scores, Jina's and Cohere's beside."""
+"""The routes of models that embed or score: OpenAI's embeddings, vLLM's scores, Jina's and Cohere's rankings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text that a model like Qwen3-Reranker is asked for a score, as its model card has it."""
+"""The text that asks a model like Qwen3-Reranker for a score, as its model card has it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ScoreTemplate:
     """Lays out a query and a document; the model then says yes or no.
 
     Attributes:
-        pooling: The logits that are wanted behind the text: those of yes, then of no.
+        pooling: The logits that are wanted after the text: those of yes, then of no.
     """
 
     def __init__(self, tokenizer: Tokenizer, recipe: ScoreRecipe) -> None:
-        """Raises `CheckpointError` if the tokenizer lacks what the text is made of, or yes or no."""
+        """Raises `CheckpointError` if the tokenizer lacks a special token of the text, or yes or no."""
         self._tokenizer = tokenizer
         for mark in _MARKS:
             if tokenizer.token_id(mark) is None:
@@ -43,7 +43,7 @@ class ScoreTemplate:
     def encode(
         self, query: str, document: str, instruction: str | None = None, cut: Truncation | None = None
     ) -> list[int]:
-        """Return the token ids of the whole text. A cut leaves the template's own words, since the score follows them.
+        """Return the token ids of the whole text. A cut leaves the template's own words whole: the score follows them.
 
         Raises:
             ApiError: 400 if the cut leaves room for those words only.

@@ -66,7 +66,7 @@ class ResponsesAnswer(PassageAnswer):
     id_prefix = "resp_"
 
     def __init__(self, asked: ResponsesBody, request: BegunRequest[ChatBody]) -> None:
-        """Answer `asked`, of which `request` is the translation."""
+        """Answer `asked`; `request` is its translation to a chat."""
         super().__init__(request)
         self._asked = asked
         self._num_events = 0

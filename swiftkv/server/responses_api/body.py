@@ -245,7 +245,8 @@ class ResponsesChat(ChatBody):
 class ResponsesBody(SamplingFields):
     """The fields of a request.
 
-    With the header `originator`, by which Codex names itself, it may have more: each version of Codex sends other ones.
+    With the header `originator`, by which Codex names itself, it may have further fields: each version of Codex sends
+    others.
     """
 
     lenient_with: ClassVar[str | None] = "originator"
@@ -295,7 +296,7 @@ class ResponsesBody(SamplingFields):
 
     @property
     def chat(self) -> ChatBody:
-        """The chat that the request comes to."""
+        """The chat that the request is translated to."""
         return self._chat
 
     def tool_called(self, function: str) -> CalledTool:
@@ -324,7 +325,7 @@ class ResponsesBody(SamplingFields):
 
 
 def _chat(body: ResponsesBody, tools: RequestTools) -> ChatBody:
-    """Return the chat of a request. Every field was checked already, and nothing is checked again."""
+    """Return the chat of a request. Its fields were checked already, and are not checked again."""
     choice: ToolChoice | None = None
     if isinstance(body.tool_choice, NamedToolChoice):
         name = function_name(body.tool_choice.namespace, body.tool_choice.name)
@@ -352,7 +353,7 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
     if isinstance(body.input, str):
         yield ChatMessage.model_construct(role="user", content=body.input)
         return
-    answer: ChatMessage | None = None  # the message that calls which follow belong to
+    answer: ChatMessage | None = None  # the message to which the calls that follow belong
     thought: str | None = None  # the reasoning of the message that follows
     for item in body.input:
         if isinstance(item, HostedItem):

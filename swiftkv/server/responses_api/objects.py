@@ -96,7 +96,7 @@ class Effort(Struct):
 
 
 class ResponseObject(Struct):
-    """An answer. Beside what was generated, it repeats what was asked for."""
+    """An answer. Besides the output, it repeats the settings of the request."""
 
     id: str
     created_at: int

@@ -102,7 +102,7 @@ class NamespaceTool(Body):
 
 
 class HostedTool(Body):
-    """A tool that the client hopes the server has: this one runs none, so the model is not told of it."""
+    """A tool that the server would have to run: this one runs none, so the model does not see it."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -172,8 +172,8 @@ def custom_input(arguments: str) -> str:
 def whole_arguments(arguments: str) -> str:
     """Return the arguments of a call as chat templates take them: an object.
 
-    An answer may have others, that its limit cut or the model wrote wrong. They come back with the conversation, which
-    has to go on; the model sees them as one text.
+    An answer may have other arguments, cut off by its limit or written wrong by the model. They come back with the
+    conversation, which has to go on; the model sees them as one text.
     """
     if not arguments or _object(arguments) is not None:
         return arguments
