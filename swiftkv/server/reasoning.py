@@ -1,4 +1,4 @@
-"""Reasoning: the text in which a model thinks before it answers, told from the answer token by token."""
+"""Reasoning: the text in which a model thinks before it answers, separated from the answer token by token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SectionEvent = Thought | ToolEvent
 
 
 class Sections(ABC):
-    """Tells the parts of one answer apart."""
+    """Separates the parts of one answer."""
 
     @property
     @abstractmethod
@@ -52,9 +52,9 @@ class ReasoningParser(ABC):
 
     @abstractmethod
     def sections(self, prompt_ids: Sequence[int], *, continues: bool) -> Sections:
-        """Return what tells the parts of an answer to a prompt apart.
+        """Return the object that separates the parts of an answer to a prompt.
 
-        `continues`: the prompt ends within a message of the model's, which the answer goes on with.
+        `continues`: the prompt ends within a message of the model's, which the answer continues.
         """
 
     @abstractmethod
@@ -84,7 +84,7 @@ TAGS = {
 
 
 class TagParser(ReasoningParser):
-    """Reasoning between two tags, each a token. The prompt may have the first tag, or both where nobody is to think."""
+    """Reasoning between two tags, each a token. The prompt may have the first tag, or both for no reasoning."""
 
     def __init__(self, tokenizer: Tokenizer, begin_id: int, end_id: int, *, always: bool) -> None:
         self._tokenizer = tokenizer
@@ -106,7 +106,7 @@ class TagParser(ReasoningParser):
                 return None
 
     def _begins(self, prompt_ids: Sequence[int], continues: bool) -> bool | None:
-        """Return whether an answer begins inside its reasoning; `None` if its first token says."""
+        """Return whether an answer begins inside its reasoning; `None` if its first token decides."""
         for token_id in reversed(prompt_ids):
             if token_id in (self._begin_id, self._end_id):
                 return token_id == self._begin_id
@@ -118,7 +118,7 @@ class TagParser(ReasoningParser):
 
 
 class TagSections(Sections):
-    """White space around the reasoning is left out, and so is that before the answer behind it."""
+    """Separates reasoning between tags from the answer. White space around the reasoning is left out."""
 
     def __init__(self, begin_id: int, end_id: int, end_text: str, begins: bool | None) -> None:
         self._begin_id = begin_id

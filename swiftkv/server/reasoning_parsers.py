@@ -11,7 +11,7 @@ _BY_TEMPLATE = ("qwen3", "mistral")
 
 
 def choose_reasoning(name: str | None, tokenizer: Tokenizer) -> ReasoningParser | None:
-    """Return the parser of that name, or else the one of the models that have such a chat template, if it shows.
+    """Return the parser of that name; without a name, the parser that the chat template implies, if any.
 
     Raises:
         CheckpointError: the tokenizer lacks the tokens that it needs.

@@ -1,4 +1,4 @@
-"""The fields that hold an answer to a grammar: OpenAI's `response_format`, vLLM's `structured_outputs`, `guided_*`."""
+"""The fields that ask for a grammar: OpenAI's `response_format`, vLLM's `structured_outputs` and `guided_*`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's form; one of the first five."""
+    """vLLM's form, with one of the first five fields."""
 
     json_: Annotated[JsonSchema | Text | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -57,7 +57,7 @@ class StructuredFields(Body):
 
 
 def asks_for_grammar(body: StructuredFields) -> bool:
-    """Return whether `asked_grammar` may find one; it is worth a thread only then."""
+    """Return whether `asked_grammar` may find one; only then is it worth a thread."""
     return any(getattr(body, name) is not None for name in StructuredFields.model_fields)
 
 
@@ -65,7 +65,7 @@ def asked_grammar(body: StructuredFields) -> AskedGrammar | None:
     """Return the grammar that a request asks for. A large one takes milliseconds.
 
     Raises:
-        ApiError: 400 if there are several, or one is no JSON or larger than the limits.
+        ApiError: 400 if there are several, or one is not JSON or larger than the limits.
     """
     found = [*_of_response_format(body), *_of_structured_outputs(body), *_of_guided(body)]
     if not found:
@@ -131,7 +131,7 @@ def encoded(value: object, field: str) -> str:
     """Return a value that a client sent, as JSON.
 
     Raises:
-        ApiError: 400 that names `field` if it has no such form.
+        ApiError: 400 that names `field` if it cannot be encoded.
     """
     try:
         return msgspec.json.encode(value).decode()

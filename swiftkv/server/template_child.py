@@ -1,7 +1,7 @@
 """The process that renders chat templates of requests: `python -m swiftkv.server.template_child`.
 
-They run in transformers' sandbox, which keeps them from everything but time and memory. Here that ends this process and
-nothing else.
+Templates run in transformers' sandbox, which does not limit their time and memory. Here, too much of either ends only
+this process.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class TemplateSource(msgspec.Struct, array_like=True, frozen=True):
-    """A template, and what it is given."""
+    """A template and its input."""
 
     template: str
     messages: list[dict[str, Any]]

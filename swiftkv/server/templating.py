@@ -33,7 +33,7 @@ class TemplateFields(Body):
 
 @dataclass(frozen=True, slots=True)
 class Templating:
-    """The things that a chat template is given beside messages and tools."""
+    """The input of a chat template besides messages and tools."""
 
     add_generation_prompt: bool = True
     continues: bool = False  # the last message, which is left open
@@ -41,7 +41,7 @@ class Templating:
 
 
 def templating(body: TemplateFields, chat_template: str, reasoning_effort: ReasoningEffort | None = None) -> Templating:
-    """Return what a request gives to the model's `chat_template`.
+    """Return a request's input for `chat_template` besides messages and tools.
 
     Raises:
         ApiError: 400 for fields that exclude each other, are too large or change nothing.
@@ -69,7 +69,7 @@ def templating(body: TemplateFields, chat_template: str, reasoning_effort: Reaso
 
 
 def _of_effort(effort: ReasoningEffort, chat_template: str) -> dict[str, Any] | None:
-    """Return the variables that tell the template of an effort, `None` if it takes none."""
+    """Return the variables that pass an effort to the template, `None` if it takes none."""
     if "reasoning_effort" in chat_template:
         return {"reasoning_effort": effort}
     if "enable_thinking" in chat_template:

@@ -25,7 +25,7 @@ from swiftkv.server.templating import Templating
 from swiftkv.server.truncation import Truncation
 
 _SHOWN_CHARS = 512  # the most of an error, which may quote a message
-# A code point that stands for no character, and so in no special token.
+# A code point that stands for no character, and so occurs in no special token.
 _MARK = "\ufdd0"
 _PROBE = [
     {"role": "user", "content": "a b"},
@@ -38,7 +38,7 @@ _LATE_PROBE = [
     {"role": "user", "content": "b"},
     {"role": "system", "content": _LATE_SYSTEM},
 ]
-# Names that mean something else to transformers, or are the template's in any case.
+# Names of transformers' own parameters, or of variables that each template gets.
 _NOT_VARIABLES = {
     *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
     "conversations",
@@ -47,7 +47,7 @@ _NOT_VARIABLES = {
 _AS_USUAL = Templating()
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
-"""The errors by which a template refuses what it is given."""
+"""The errors by which a template refuses its input."""
 _BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
@@ -61,7 +61,7 @@ class Tokenizer:
         """Wrap a fast tokenizer. With `split_special_tokens`, special tokens in messages are text and make no roles.
 
         Raises:
-            CheckpointError: this tokenizer cannot do that.
+            CheckpointError: the tokenizer cannot encode special tokens as text.
         """
         self._hf = hf_tokenizer
         self.backend: Backend = hf_tokenizer.backend_tokenizer
@@ -84,7 +84,7 @@ class Tokenizer:
         """Read the tokenizer of a model directory in Hugging Face format.
 
         Raises:
-            CheckpointError: there is none, it has no fast (Rust) form, or its chat template is not one.
+            CheckpointError: there is none, it has no fast (Rust) form, or its chat template is invalid.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -100,13 +100,13 @@ class Tokenizer:
         return self._ids(self.backend, text, add_special_tokens, cut)
 
     def encode_content(self, text: str, cut: Truncation | None = None) -> list[int]:
-        """Return the token ids of what a client wrote, as `encode`; where special tokens are to be text, they are."""
+        """Return the token ids of a client's text, in which special tokens are text with `split_special_tokens`."""
         backend = self.backend if self._plain_backend is None else self._plain_backend
         return self._ids(backend, text, True, cut)
 
     @property
     def chat_template(self) -> str:
-        """The checkpoint's; empty if it has none."""
+        """The checkpoint's chat template; empty if it has none."""
         template = self._hf.chat_template
         return template if isinstance(template, str) else ""
 
@@ -121,8 +121,8 @@ class Tokenizer:
         """Return the token ids of a conversation laid out by the checkpoint's chat template.
 
         Raises:
-            ApiError: 400 if there is no template, the template refuses the messages or what it is given beside them,
-                or it makes more than `max_chars` of them.
+            ApiError: 400 if there is no template, the template refuses its input, or the text that it makes is longer
+                than `max_chars`.
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
@@ -139,10 +139,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         given: Templating,
     ) -> TemplateSource:
-        """Return what another process renders; `encode_rendered` goes on with its text.
+        """Return the template and its input for another process to render; its text is for `encode_rendered`.
 
         Raises:
-            ApiError: 400 for what no template is to be given.
+            ApiError: 400 for input that no template may get.
         """
         messages, tools, given = self._for_template(messages, tools, given)
         return TemplateSource(
@@ -155,7 +155,7 @@ class Tokenizer:
         )
 
     def encode_rendered(self, text: str, *, max_chars: int) -> list[int]:
-        """Return the token ids of what a template made of messages.
+        """Return the token ids of the text that a template made of messages.
 
         Raises:
             ApiError: 400 if it is longer than `max_chars`.
@@ -173,7 +173,7 @@ class Tokenizer:
         return max_tokens * self._max_chars_per_token
 
     def least_tokens(self, num_chars: int) -> int:
-        """Return how many tokens a text of `num_chars` has at least."""
+        """Return the fewest tokens that a text of `num_chars` can have."""
         return max(1, -(-num_chars // self._max_chars_per_token))
 
     def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str, cut: Truncation | None = None) -> None:
@@ -236,7 +236,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         given: Templating,
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Templating]:
-        """Check what a template is given, and break special tokens in it where they are to be text."""
+        """Check the input of a template, and break special tokens in it if they are to be text."""
         if taken := sorted(_NOT_VARIABLES.intersection(given.variables)):
             message = f"field 'chat_template_kwargs': {taken[0]!r} is no variable of the chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
@@ -273,13 +273,13 @@ class Tokenizer:
         assert isinstance(text, str)
         try:
             text.encode()
-        except UnicodeEncodeError:  # schemas and arguments of tools are not looked into before
+        except UnicodeEncodeError:  # schemas and arguments of tools were not checked before
             message = "the messages, tools or variables of the template have half of a surrogate pair"
             raise ApiError(400, message, param="messages") from None
         return text
 
     def _disarmed(self, value: Any) -> Any:
-        """Return what a client wrote, each special token in its texts broken by a mark."""
+        """Return a value of a client's, with each special token in its texts broken by a mark."""
         if isinstance(value, str):
             return self._special_tokens.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", value)
         if isinstance(value, Mapping):
@@ -287,7 +287,7 @@ class Tokenizer:
         return [self._disarmed(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _encode_disarmed(self, text: str) -> list[int]:
-        """Encode what a template made of disarmed messages: only its own special tokens are any."""
+        """Encode the text that a template made of disarmed messages: only its own special tokens count as such."""
         assert self._plain_backend is not None
         ids: list[int] = []
         end = 0
@@ -325,7 +325,7 @@ class Tokenizer:
 
 
 def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise `CheckpointError` if the chat template is none. One that refuses this message may take others."""
+    """Raise `CheckpointError` if the chat template has a syntax error. One that refuses this message may work."""
     if not tokenizer.chat_template:
         return
     try:
@@ -353,7 +353,7 @@ def _special_token_ids(backend: Backend) -> frozenset[int]:
 
 
 def _special_token_texts(backend: Backend) -> list[str]:
-    """Return the special tokens, the longest first: of those that begin alike, the longest is meant."""
+    """Return the special tokens, the longest first: of those that begin alike, the longest must match."""
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     return sorted(special, key=len, reverse=True)
 

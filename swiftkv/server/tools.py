@@ -1,4 +1,4 @@
-"""Tools in a chat: what a request says of them, and what follows from it for prompt, grammar and answer."""
+"""Tools in a chat: the fields of a request, and their effects on prompt, grammar and answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ToolCallMessage(Body):
         """Return the call as chat templates expect it: arguments are an object.
 
         Raises:
-            ApiError: 400 if they are none.
+            ApiError: 400 if they are not.
         """
         try:
             arguments = json.loads(self.function.arguments or "{}")
@@ -91,7 +91,7 @@ class ToolUse:
         must_call: Whether the answer is calls and nothing else.
         is_named: Whether the request names the function.
         several: Whether there may be more than one call.
-        is_held: Whether a grammar holds the answer to calls, or to something else that the request asks for.
+        is_held: Whether a grammar constrains the answer to calls, or to something else that the request asks for.
     """
 
     parser: type[ToolParser]
@@ -108,7 +108,7 @@ class ToolUse:
         return EitherParser(parser, opening)
 
     def grammar(self) -> AskedGrammar:
-        """Return the grammar that makes the answer calls.
+        """Return the grammar that forces the answer to be calls.
 
         Raises:
             ApiError: 400 if it is larger than the limits.
@@ -116,7 +116,7 @@ class ToolUse:
         return AskedGrammar("tools", GrammarSource("lark", f"start: calls\n{self._rules()}"))
 
     def grammars_beside(self, asked: AskedGrammar, tokenizer: Tokenizer) -> list[AskedGrammar]:
-        """Return the grammars to check where the model may choose between calls and `asked`; the last holds the answer.
+        """Return the grammars to check where the model may choose between calls and `asked`; the last is the answer's.
 
         `tokenizer` is the model's.
 
@@ -124,7 +124,7 @@ class ToolUse:
             ApiError: 400 if they are larger than the limits, or the model's calls may look like other answers.
         """
         if not self.parser.holds_calls:
-            return [asked]  # calls come before the answer, so nothing of what is asked holds them
+            return [asked]  # calls come before the answer, and `asked` does not constrain them
         opening = self.parser.call_opening
         token = tokenizer.token_id(opening) if opening is not None and self.parser.opens_with_token else None
         if opening is None or (token is None and self.parser.opens_with_token):
@@ -135,7 +135,7 @@ class ToolUse:
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_field")
         either = msgspec.structs.replace(asked.source, calls=self._rules(), calls_token=token)
-        return [self.grammar(), AskedGrammar(asked.field, either)]  # a mistake in the tools is one of their field
+        return [self.grammar(), AskedGrammar(asked.field, either)]  # so a mistake in the tools names their field
 
     def _rules(self) -> str:
         rules = self.parser.call_grammar(self.functions, several=self.several)
@@ -144,11 +144,11 @@ class ToolUse:
 
 
 def tool_use(parser: type[ToolParser] | None, body: ToolFields, *, is_held: bool = False) -> ToolUse | None:
-    """Return what a request lets its answer call, or `None` if nothing.
+    """Return the tools that a request lets its answer call, or `None` if none.
 
     Args:
-        parser: of the model's calls; `None`: nobody knows how it writes them.
-        is_held: Whether a grammar holds the answer.
+        parser: The parser of the model's calls; `None`: it is not known how the model writes them.
+        is_held: Whether a grammar constrains the answer.
 
     Raises:
         ApiError: 400.

@@ -19,7 +19,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 
 
 def choose_parser(name: str | None, chat_template: str) -> type[ToolParser] | None:
-    """Return the parser of that name, or else the one of the models that have such a chat template, if it shows."""
+    """Return the parser of that name; without a name, the parser that the chat template implies, if any."""
     if name is not None:
         return TOOL_PARSERS[name]
     if "tools" not in chat_template:

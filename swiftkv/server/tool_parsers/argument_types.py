@@ -1,4 +1,4 @@
-"""The types of a function's arguments, for models that write these as plain text: the schema says what is meant."""
+"""The types of a function's arguments, for models that write these as plain text: the schema has their types."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Argument:
 
     @property
     def choices(self) -> list[str]:
-        """The only texts that it may be, if it is a string and there is a list of them."""
+        """The only texts that it may be, if its schema lists any."""
         values = [self.schema["const"]] if "const" in self.schema else self.schema.get("enum", [])
         return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
 def arguments_of(parameters: Mapping[str, Any]) -> dict[str, Argument]:
-    """Return the parameters that a function's schema has by name."""
+    """Return the parameters of a function's schema, by name."""
     properties = parameters.get("properties")
     required = parameters.get("required")
     definitions = {name: parameters[name] for name in _DEFINITIONS if name in parameters}
@@ -53,7 +53,7 @@ def arguments_of(parameters: Mapping[str, Any]) -> dict[str, Argument]:
 
 
 def argument_json(text: str, argument: Argument | None) -> str:
-    """Return an argument's text as JSON of the type that it should have, or as a string if it cannot have that."""
+    """Return an argument's text as JSON of the type that it should have, or as a string if it is not of that type."""
     is_null = text.strip().lower() in _NULLS
     if argument is not None and is_null and (argument.is_nullable or argument.kind != "string"):
         return "null"

@@ -1,4 +1,4 @@
-"""The interface of parsers of tool calls: each takes a model's text in pieces and tells text from calls."""
+"""The interface of parsers of tool calls: each takes a model's text in pieces and separates calls from it."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ class ToolParser(ABC):
     """Parses one answer. However its text is cut into pieces, the events together say the same."""
 
     template_mark: ClassVar[str]
-    """A text that the chat templates of such models have."""
+    """A text that occurs in the chat templates of such models."""
     shows_special_tokens: ClassVar[bool] = False
     """Whether the parser needs the texts of special tokens."""
 
     holds_calls: ClassVar[bool] = True
-    """Whether a grammar can make an answer calls."""
+    """Whether a grammar can force an answer to be calls."""
     call_opening: ClassVar[str | None] = None
-    """The text that calls begin with, and no JSON does; `None` where a call may look like another answer."""
+    """The text that calls begin with and JSON never does; `None` if a call may look like another answer."""
     opens_with_token: ClassVar[bool] = False
     """Whether that text is a special token, which the rules of `call_grammar` leave out."""
 
     @abstractmethod
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
-        """`functions` may be called; `must_call`: a grammar of `call_grammar` holds the answer."""
+        """`functions` may be called; `must_call`: a grammar of `call_grammar` constrains the answer."""
 
     @abstractmethod
     def push(self, text: str) -> list[ToolEvent]:
@@ -69,12 +69,12 @@ class ToolParser(ABC):
 
     @abstractmethod
     def finish(self) -> list[ToolEvent]:
-        """Return what was held back. The text is at its end."""
+        """Return the events of the text that was held back; call it at the end of the text."""
 
     @staticmethod
     @abstractmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        """Return Lark rules of which `calls` is one call, or several, of these functions."""
+        """Return Lark rules in which `calls` is one call, or several, of these functions."""
 
     @staticmethod
     def new_call_id() -> str:
@@ -82,7 +82,7 @@ class ToolParser(ABC):
 
 
 class EitherParser:
-    """Parses an answer that a grammar makes calls or a text. Its beginning decides, so a text may quote calls."""
+    """Parses an answer that a grammar makes either calls or text. Its beginning decides, so text may quote calls."""
 
     def __init__(self, calls: ToolParser, opening: str) -> None:
         """`calls` parses the calls, which begin with `opening`."""
@@ -130,7 +130,7 @@ class SteppedParser(ToolParser):
 
 
 class TaggedParser(SteppedParser):
-    """Calls stand between tags, in text whose white space before a call and behind it is left out."""
+    """Parses calls between tags. White space in the text before a call and after it is left out."""
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
@@ -138,7 +138,7 @@ class TaggedParser(SteppedParser):
         self._is_behind_call = False  # a call has ended, and no text has followed
 
     def _say(self, text: str, events: list[ToolEvent]) -> None:
-        """Tell of text, but hold back white space at its end."""
+        """Add an event for `text`, but hold back white space at its end."""
         text = self._unsaid(text)
         told = text.rstrip()
         self._spaces = text[len(told) :]
@@ -147,7 +147,7 @@ class TaggedParser(SteppedParser):
             events.append(Said(told))
 
     def _unsaid(self, text: str) -> str:
-        """Return what was held back, and `text` behind it."""
+        """Return the white space that was held back, and `text` after it."""
         text = self._spaces + text
         return text.lstrip() if self._is_behind_call else text
 
@@ -160,7 +160,7 @@ class TaggedParser(SteppedParser):
 def split_at(text: str, tag: str) -> tuple[str, bool, str]:
     """Return the text before `tag`, whether it is there, and the rest.
 
-    Without the tag the rest is what may be the beginning of one.
+    Without the tag, the rest is the end of the text that may begin one.
     """
     before, found, after = text.partition(tag)
     if found:

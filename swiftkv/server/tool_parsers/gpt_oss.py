@@ -1,4 +1,4 @@
-"""gpt-oss' calls: found by their tokens, beside its reasoning, so that no text is left to look into (`harmony.py`)."""
+"""gpt-oss' calls: `harmony.py` finds them by their tokens, as it does reasoning, so only text for the user is left."""
 
 from __future__ import annotations
 

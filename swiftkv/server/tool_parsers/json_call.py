@@ -53,7 +53,7 @@ class JsonValue:
 
 
 class JsonCall:
-    """One call. What is no call, or has no name, is broken: its text is for the user."""
+    """One call. Text that is no call, or a call without a name, is broken: the text is for the user."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -72,7 +72,7 @@ class JsonCall:
         return "".join(self._taken)
 
     def push(self, text: str) -> tuple[list[ToolEvent], str]:
-        """Take a piece; return what it says, and the part of it that lies behind the call or its first mistake."""
+        """Take a piece; return its events, and the part of it that lies after the call or its first mistake."""
         events: list[ToolEvent] = []
         position = 0
         while position < len(text) and not self.is_done and not self.is_broken:
@@ -148,7 +148,7 @@ class JsonCall:
 
 
 def call_rules(functions: Sequence[ToolFunction], *, begin: str = "", key: str = "arguments", end: str = "") -> str:
-    """Return Lark rules of which `call` is a call of one of the functions, between `begin` and `end`."""
+    """Return Lark rules in which `call` is a call of one of the functions, between `begin` and `end`."""
     rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
     for number, function in enumerate(functions):
         head = f'{begin}{{"name": {json.dumps(function.name)}, "{key}": '
@@ -159,7 +159,7 @@ def call_rules(functions: Sequence[ToolFunction], *, begin: str = "", key: str =
 
 
 def _string(raw: str) -> str:
-    """Return the string that is written as `raw`; nothing if that is no string."""
+    """Return the string that is written as `raw`; an empty one if that is no string."""
     try:
         value = json.loads(raw)
     except ValueError:

@@ -33,7 +33,7 @@ class MistralParser(SteppedParser):
         super().__init__(functions, must_call=must_call)
         self._is_text = not must_call
         self._call: JsonCall | None = None  # a call within a list
-        self._arguments: JsonValue | None = None  # behind a name
+        self._arguments: JsonValue | None = None  # after a name
 
     def finish(self) -> list[ToolEvent]:
         is_cut = self._call is not None or self._arguments is not None

@@ -86,7 +86,7 @@ class Qwen3CoderParser(TaggedParser):
         return True
 
     def _take_tag(self, events: list[ToolEvent]) -> bool:
-        """Take the next tag of a call; other text between its tags says nothing."""
+        """Take the next tag of a call; other text between its tags is ignored."""
         start = self._rest.find("<")
         self._rest = self._rest[start:] if start >= 0 else ""
         if not self._rest:
