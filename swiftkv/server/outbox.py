@@ -18,10 +18,10 @@ _MAX_UNREAD_BYTES = 64 << 20
 
 
 class Outbox:
-    """The messages to one engine. The engine says how many it has taken; what was sent beyond that is unread."""
+    """The messages to one engine. The engine reports how many it has taken; those sent since are unread."""
 
     def __init__(self, socket: zmq.Socket[bytes], aborts_sent: Callable[[], None]) -> None:
-        """`aborts_sent` is called when aborts that had to wait are on their way, or their engine is gone."""
+        """`aborts_sent` is called when aborts that had to wait have been sent, or their engine is gone."""
         self._socket = socket
         self._aborts_sent = aborts_sent
         self._encoder = msgspec.msgpack.Encoder()
@@ -37,16 +37,16 @@ class Outbox:
 
     @property
     def num_unsent_aborts(self) -> int:
-        """The number of sequences that the engine still computes and is still to be told to end."""
+        """The number of sequences whose abort has not been sent to the engine yet."""
         return len(self._unsent_aborts)
 
     def has_room(self, num_messages: int, num_bytes: int) -> bool:
-        """Return whether so much more may wait for the engine."""
+        """Return whether this many more messages and bytes may wait for the engine."""
         is_full = self.num_unread + num_messages > _MAX_UNREAD_MESSAGES
         return not is_full and self._unread_bytes + num_bytes <= _MAX_UNREAD_BYTES
 
     def send(self, message: ToEngine) -> bool:
-        """Send without waiting; `False` if the socket takes nothing: nobody is at the other end, or not for long."""
+        """Send without waiting; return `False` if the socket takes nothing, as when no engine is connected."""
         frame = self._encoder.encode(message)
         try:
             self._socket.send(frame, zmq.NOBLOCK)
@@ -57,7 +57,7 @@ class Outbox:
         return True
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """Have the engine end sequences: now, or as soon as it can be told."""
+        """Have the engine end sequences: now, or as soon as a message can be sent."""
         self._unsent_aborts += request_ids
         self._send_aborts()
 
@@ -77,7 +77,7 @@ class Outbox:
 
     def _send_aborts(self) -> None:
         self._stop_resending()
-        # Aborts may go on where requests may not: they make room, and there are only so many sequences to abort.
+        # Aborts have a higher limit than requests: they make room, and cannot be more than there are sequences.
         has_room = self.num_unread < 2 * _MAX_UNREAD_MESSAGES
         if has_room and self.send(Abort(self._unsent_aborts)):
             self._unsent_aborts = []

@@ -1,4 +1,4 @@
-"""Expects when the requests of one model get their tokens, and refuses those that would get them too late."""
+"""Forecasts when the requests of one model get their tokens, and refuses those that would get them too late."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from swiftkv.server.tenants import ANYBODY, Sender
 
 _LEAST_RETRY_S = 1.0
 _FORECAST_ONE_OF = 16
-"""One in so many requests without targets gets a forecast, for the metric."""
+"""One in this many requests without targets gets a forecast, for the metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A sequence without a token: the length of its prompt, and when its first token was expected, if somebody knew."""
+    """A sequence without a token: the length of its prompt, and the forecast of its first token, if there was one."""
 
     num_tokens: int
     arrived_s: float
@@ -32,7 +32,7 @@ class _Waiting:
 
 
 class Outlook:
-    """Follows what an engine is sent and answers, so that its client can refuse what would come too late.
+    """Follows the messages to and from an engine, so that its client can refuse requests that would be late.
 
     Times are of `time.perf_counter`, in seconds.
     """
@@ -55,20 +55,20 @@ class Outlook:
         self._last_prompt: tuple[bytes, str, list[bytes]] = (b"", "", [])
         self._has_storage = False
         self._num_without_targets = 0
-        self._last_forecast: tuple[int, float] | None = None  # the request that was checked last, and its seconds
+        self._last_forecast: tuple[int, float] | None = None  # the request that was checked last, and its forecast
         self._waiting: dict[int, _Waiting] = {}
 
     # ---- the engine ----
 
     def engine_up(self, ready: Ready) -> None:
-        """Note that another engine serves: its cache is empty."""
+        """Note that a new engine serves, whose cache is empty."""
         pool_tokens = ready.num_blocks * ready.block_size
         self.forecast.pool_tokens = pool_tokens
         self.forecast.prefixes.clear()
         self.forecast.prefixes.max_tokens = pool_tokens if self._caches_prefixes else 0
 
     def engine_down(self) -> None:
-        """Make no forecasts until an engine tells how long its steps take."""
+        """Make no forecasts until an engine reports how long its steps take."""
         self.forecast.forget_costs()
 
     def observe(self, stats: EngineStats) -> None:
@@ -76,18 +76,18 @@ class Outlook:
         self.queued.tokens_per_s = stats.prefill_tokens_per_s
         self._has_storage = stats.tier is not None
         if any(group.borrowed_free + group.borrowed_used + group.borrowed_cached for group in stats.groups):
-            self.forecast.pool_tokens = math.inf  # how much memory others lend is not for the gateway to know
+            self.forecast.pool_tokens = math.inf  # the gateway does not know how much memory others lend
 
     # ---- sequences ----
 
     def sent(self, message: AddRequest, now_s: float, target_ttft_s: float | None = None) -> None:
-        """Note that the engine was sent a sequence, which is to be refused if it cannot meet its target any more."""
+        """Note that a sequence was sent to the engine. It is refused later if it can no longer meet its target."""
         request_id, num_tokens = message.request_id, len(message.prompt) // 4
         found = self.forecast.prefixes.send(request_id, self._pieces(message))
         last_id, last_s = self._last_forecast or (None, None)
         forecast_s = last_s if last_id == request_id else None
         self.forecast.add(request_id, _new_prompt(message, found), now_s, forecast_s)
-        if target_ttft_s is not None and not self._has_storage:  # a prompt that is loaded waits for less
+        if target_ttft_s is not None and not self._has_storage:  # a prompt that storage has needs less time
             self._starts.add(request_id, now_s + target_ttft_s)
         self.queued.num_tokens += num_tokens
         self._waiting[request_id] = _Waiting(num_tokens, now_s, forecast_s, target_ttft_s)
@@ -149,7 +149,7 @@ class Outlook:
             self._last_forecast = message.request_id, forecast.ttft_s
 
     def too_late(self, now_s: float) -> list[int]:
-        """Return the sequences that have not begun and can meet their targets no more, each of them once."""
+        """Return the sequences that have not begun and can no longer meet their targets, each of them once."""
         return self._starts.passed(now_s)
 
     def refuse_waiting(self, request_id: int, now_s: float) -> ApiError:
@@ -169,7 +169,7 @@ class Outlook:
             raise self.busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")
 
     def busy(self, limit: str, reason: str) -> ApiError:
-        """Return the refusal of a request that met `limit`, by a model that `reason`."""
+        """Return the refusal of a request that met `limit`; `reason` completes "model 'x' …"."""
         self._metrics.count_refused(limit)
         message = f"model '{self._model}' {reason} ({limit})"
         return ApiError(429, message, code="queue_full", retry_after_s=self.queued.retry_after_s())
@@ -193,7 +193,7 @@ class Outlook:
         )
 
     def _pieces(self, message: AddRequest) -> list[bytes]:
-        """Return the names of a prompt's beginnings; those of the last prompt are at hand: `n` sequences share one."""
+        """Return the keys of a prompt's beginnings. The last prompt's are kept, because `n` sequences share one."""
         prompt, salt, pieces = self._last_prompt
         if message.prompt is not prompt or message.cache_salt != salt:
             pieces = self.forecast.prefixes.pieces(message.prompt, message.cache_salt)

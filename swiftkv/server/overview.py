@@ -1,4 +1,4 @@
-"""The view of the whole node for those who watch it: its page, and `swiftkv top`."""
+"""The view of the whole node for its page and for `swiftkv top`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftkv.server.scrape import ScrapePace, Scrapes
 
 _PART_OF_TIME = 0.02
 _INTERVAL_S = 0.25
-"""However many watch, there are four views a second at most."""
+"""The least time between two views, however many clients watch."""
 
 
 class Overviews:

@@ -7,12 +7,12 @@ from fastapi import Request
 from swiftkv.server.errors import ApiError
 
 SHOWN_CHARS = 128
-"""The most of a name that a client chose."""
+"""The most characters shown of a name that a client chose."""
 DURATION_PATTERN = "^[0-9]{1,6}(ms|s|m|h)$"
 
 
 async def no_unknown_parameters(request: Request) -> None:
-    """Refuse a query that has what its route does not take: `dryrun=true` would change the node in earnest.
+    """Refuse a query with a parameter unknown to its route: `dryrun=true`, misspelt, would change the node in earnest.
 
     Raises:
         ApiError: 400.

@@ -18,7 +18,7 @@ _SMALL_CHARS = 1 << 16
 
 
 class PassageAnswer(Answer):
-    """The one choice of a chat as passages. A stream of them and a whole answer are made of the same ones."""
+    """The one choice of a chat as passages. A stream and a whole answer are made of the same passages."""
 
     end_of_stream: ClassVar[bytes] = b""
 
@@ -34,7 +34,7 @@ class PassageAnswer(Answer):
 
     @abstractmethod
     def written(self, event: PassageEvent) -> list[NamedEvent]:
-        """Return the events that tell of something that happened to a passage."""
+        """Return the stream's events for one event of a passage."""
 
     def add(self, batch: Sequence[Delta]) -> None:
         for _ in self._happened(batch):

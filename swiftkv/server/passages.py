@@ -78,7 +78,7 @@ class Passages:
         self._open: Passage | None = None
 
     def take(self, delta: Delta) -> Iterator[PassageEvent]:
-        """Yield what is new. The last delta closes the last passage; there is at least one, if only an empty text."""
+        """Yield a delta's events. The last delta closes the last passage; there is at least an empty text."""
         if delta.reasoning:
             if not isinstance(self._open, ThoughtPassage):
                 yield from self._begin(ThoughtPassage(len(self.all)))

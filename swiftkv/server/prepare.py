@@ -1,4 +1,4 @@
-"""Makes an answer that an engine has begun of a checked body, for a client's request and for a line of a batch."""
+"""The way from a body to an answer that an engine has begun, for clients' requests and for lines of batches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(model: ModelHandle, body: CompletionBody | ChatBody, targets: Targets 
 
 
 def check_admission(model: ModelHandle, priority: int | None) -> None:
-    """Raise `ApiError` 503 unless the engine takes requests, 400 for a priority where clients may have none."""
+    """Raise `ApiError` 503 unless the engine takes requests, 400 for a priority where clients may not set one."""
     model.client.check_available()
     if priority and not model.policy.allow_priority:
         raise ApiError(
@@ -61,8 +61,8 @@ def check_admission(model: ModelHandle, priority: int | None) -> None:
 def wanted_targets(model: ModelHandle, body: CompletionBody | ChatBody, asked: Targets) -> Targets:
     """Return the targets of a request: those that it asks for, or else its model's.
 
-    A model's own targets are not for requests that may wait (`flex`, `batch`). And where nothing else runs, its
-    `target_tpot` refuses nobody: a model that is slower by itself would serve nobody at all.
+    A model's own targets are not for requests that may wait (`flex`, `batch`). And its `target_tpot` refuses no request
+    while nothing else runs: a model that is slower by itself would serve none at all.
     """
     if tier_of(body.service_tier, model.policy.max_tier) in ("flex", "batch"):
         return asked
@@ -75,7 +75,7 @@ def _priority(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
 
 
 def _least_tokens(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
-    """Return how many tokens the first prompt has at least: a chat template or a cut may leave nearly all of it out."""
+    """Return the fewest tokens that the first prompt may have: a chat template or a cut may leave out most of it."""
     if isinstance(body, ChatBody) or body.truncate_prompt_tokens is not None:
         return 1
     prompt = body.prompts[0]
@@ -86,8 +86,8 @@ async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes
     """Check the grammar of a request, tokenize its prompts, and compute what it costs. The body had `num_bytes`.
 
     Raises:
-        ApiError: 400 if a field does not fit the model, the grammar is none, or the request costs too much; 429 if too
-            many others wait for the same.
+        ApiError: 400 if a field does not fit the model, the grammar is invalid, or the request costs too much; 429 if
+            too many others wait for the same.
     """
     grammar = await _checked_grammar(model, body, num_bytes)
     rendered = await _rendered(model, body, num_bytes) if isinstance(body, ChatBody) else None
@@ -95,7 +95,7 @@ async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes
 
 
 async def _rendered(model: ModelHandle, body: ChatBody, num_bytes: int) -> str | None:
-    """Return what the request's own chat template makes of its messages, `None` if it brings none."""
+    """Return the messages as the request's own chat template renders them, `None` if it brings none."""
     template = body.chat_template
     if template is None:
         return None
@@ -118,7 +118,7 @@ async def _rendered(model: ModelHandle, body: ChatBody, num_bytes: int) -> str |
 
 
 async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> str | None:
-    """Return the grammar that is to hold the answer, as engines take it."""
+    """Return the grammar that is to constrain the answer, as engines take it."""
     if not asks_for_grammar(body) and not (isinstance(body, ChatBody) and body.tools):
         return None
     grammars = await model.threads.run(lambda: _asked_grammars(model, body), num_bytes)
@@ -130,7 +130,7 @@ async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, 
 
 
 def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list[AskedGrammar]:
-    """Return the grammars of a request that are to be checked; the last of them holds its answer."""
+    """Return the grammars of a request that are to be checked; the last of them constrains its answer."""
     asked = asked_grammar(body)
     tools = tool_use(model.tool_parser, body) if isinstance(body, ChatBody) else None
     if tools is None or (asked is None and not tools.must_call):
@@ -140,7 +140,7 @@ def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list
     if not tools.must_call:
         return tools.grammars_beside(asked, model.tokenizer)
     if body.response_format is not None:
-        return [tools.grammar()]  # the format is of texts, and the answer has none: agents send both, turn after turn
+        return [tools.grammar()]  # the format is for text, and the answer is calls: agents send both in every turn
     message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
     raise ApiError(400, message, param="tool_choice")
 
@@ -170,7 +170,7 @@ def begin(
     """Hand the sequences of a request to the engine. The caller closes the answer's generation.
 
     Args:
-        request_id: What the answer's id is to end with.
+        request_id: The end of the answer's id.
         make_answer: For a chat that was asked for in another protocol.
 
     Raises:
@@ -196,7 +196,7 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates expect them.
 
     Raises:
-        ApiError: 400 for one without content, or with a call that is wrong.
+        ApiError: 400 for a message without content, or with an invalid call.
     """
     check_messages(sum(message.num_parts for message in messages))
     for index, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""The price of a request: how much of everything it asks for, checked against one table before anything is paid.
+"""The price of a request: how much it asks for, checked against one table of limits before anything is computed.
 
 Every check takes plain numbers and raises `ApiError` with the field, the amount and the limit in its message, so that
 clients know what to change.
@@ -71,7 +71,7 @@ class JsonShape:
 
 
 def json_shape(body: bytes) -> JsonShape:
-    """Count what a parser would have to build, without building it; texts that are no JSON get some count, too."""
+    """Count what a parser would have to build, without building it; texts that are not JSON get some count, too."""
     values, containers, num_quotes, level, depth = 1, 0, 0, 0, 0
     in_string, carried = 0, False
     data = np.frombuffer(body, np.uint8)
@@ -142,7 +142,7 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 def check_grammar(field: str, text: str, *, is_json: bool) -> None:
-    """Check the size of a grammar before anybody compiles it."""
+    """Check the size of a grammar before it is compiled."""
     content = text.encode("utf-8", "replace")
     _check(len(content), LIMITS.grammar_bytes, field, "bytes of grammar")
     if is_json:
@@ -157,13 +157,13 @@ def check_template_variables(num_bytes: int) -> None:
 
 
 def check_tokenize(num_chars: int, max_model_len: int, field: str) -> None:
-    """Check a text that is to be tokenized and not generated from: it may be longer than the model takes."""
+    """Check a text that is only to be tokenized, and may be longer than the model takes."""
     limit = max_tokenize_chars(max_model_len)
     _check(num_chars, limit, field, f"characters (this model takes {max_model_len} tokens)", status=413)
 
 
 def max_tokenize_chars(max_model_len: int) -> int:
-    """Return the most characters that are tokenized without being generated from."""
+    """Return the most characters of a text that is only to be tokenized."""
     return max(LIMITS.tokenize_chars, LIMITS.tokenize_chars_per_token * max_model_len)
 
 
@@ -174,7 +174,7 @@ def check_detokenize(num_ids: int, max_model_len: int) -> None:
 
 
 def check_pooled(field: str, num_tokens: Sequence[int], numbers_each: int, max_model_len: int) -> None:
-    """Check texts of which an engine computes embeddings or scores, `numbers_each` numbers of every one.
+    """Check texts for embeddings or scores, for each of which an engine computes `numbers_each` numbers.
 
     Raises:
         ApiError: 400 that names the field to make smaller.
@@ -214,7 +214,7 @@ class Generating:
     whole: bool
 
     def check(self, max_sequences: int) -> None:
-        """Check the whole of it; `max_sequences` is how many places one request may take.
+        """Check all of it; `max_sequences` is the most places that one request may take.
 
         Raises:
             ApiError: 400 that names the field to make smaller.

@@ -1,7 +1,7 @@
 """The requests that clients may send: OpenAI's fields, vLLM's extra ones, and a cap on everything that costs.
 
-Types are strict (``"1"`` is not a number) so that the OpenAPI document says exactly what is taken. A field that is
-not supported is refused by name, unless its value asks for nothing (``tools: []``, ``best_of: 1``, ``null``).
+Types are strict (`"1"` is not a number) so that the OpenAPI document says exactly what is taken. A field that is not
+supported is refused by name, unless its value asks for nothing (`tools: []`, `best_of: 1`, `null`).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class ChatMessage(Body):
         """Return the message as chat templates expect it: one string of content, and calls whose arguments are objects.
 
         Raises:
-            ApiError: 400 if those of a call are none.
+            ApiError: 400 if the arguments of a call are not an object.
         """
         content = self.content or ""
         if isinstance(content, list):
@@ -258,7 +258,7 @@ class PromptBody(ModelBody, TemplateFields, ToolFields):
 
 
 class TokenizeBody(PromptBody):
-    """vLLM's ``/tokenize``."""
+    """vLLM's `/tokenize`."""
 
     return_token_strs: bool | None = None
 
@@ -324,8 +324,8 @@ class BatchBody(Body):
 
 def explain_invalid(errors: Sequence[Any]) -> ApiError:
     """Return what pydantic found wrong with a body or a parameter, as one error about one field."""
-    # Of a field that takes several types, the error that got furthest into the value is the one to show, and of equals
-    # the one about a value of the right type.
+    # If a field takes several types, the error that got furthest into the value is shown, and among equals the one
+    # about a value of the right type.
     first_field = errors[0]["loc"][:2]
     candidates = (e for e in errors if e["loc"][:2] == first_field)
     error = max(candidates, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))

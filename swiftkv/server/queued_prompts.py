@@ -14,7 +14,7 @@ class QueuedPrompts:
     """Counts the prompt tokens of sequences that have no token yet, cached ones included.
 
     Attributes:
-        max_tokens: Further requests are refused while so many wait; `None` for no limit.
+        max_tokens: Further requests are refused while this many tokens wait; `None` for no limit.
         tokens_per_s: How fast the engine expects to compute them; `None` until it knows.
     """
 
@@ -27,7 +27,7 @@ class QueuedPrompts:
         return self.max_tokens is not None and self.num_tokens >= self.max_tokens
 
     def retry_after_s(self) -> float:
-        """Return in how many seconds the prompts that wait now will have been computed."""
+        """Return the seconds until the prompts that wait now will have been computed."""
         if not self.tokens_per_s:
             return _UNKNOWN_RETRY_S
         return min(max(_UNKNOWN_RETRY_S, self.num_tokens / self.tokens_per_s), MAX_RETRY_S)

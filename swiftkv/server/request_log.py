@@ -52,7 +52,7 @@ class RequestRecord:
 
 
 class RequestLog:
-    """A file that gets one line of JSON for each request. Who writes to it never waits, and never fails."""
+    """A file that gets one line of JSON for each request. Writing to it never waits, and never fails."""
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` if the file cannot be written to."""
@@ -70,13 +70,13 @@ class RequestLog:
         self._stream.write(json.dumps(_line(record, method, path), separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        """Give what was written a second to reach the file."""
+        """Give written lines a second to reach the file."""
         self._stream.drain(1.0)
 
 
 @contextmanager
 def open_request_log(path: str | None) -> Iterator[RequestLog | None]:
-    """Yield the log at `path`, a path relative to the working directory, or `None` where none is wanted.
+    """Yield the log at `path`, relative to the working directory, or `None` without a path.
 
     Raises `ConfigError` if the file cannot be written to.
     """
@@ -88,9 +88,9 @@ def open_request_log(path: str | None) -> Iterator[RequestLog | None]:
 
 
 class RequestIdMiddleware:
-    """Gives every request an id, says it in the answer, and writes the request's line once its answer has ended.
+    """Gives every request an id, sends it with the answer, and writes the request's line once its answer has ended.
 
-    The id is the client's own, if it sent a sound one. Requests of monitoring are written down only if they fail.
+    The id is the client's own, if it sent a sound one. Requests of monitoring get a line only if they fail.
     """
 
     def __init__(self, app: ASGIApp, log: RequestLog | None) -> None:
@@ -121,9 +121,10 @@ class RequestIdMiddleware:
 
 
 def _log_failure(record: RequestRecord, method: str, path: str) -> None:
-    """Log a request that was refused or failed, but for clients that hung up.
+    """Log a request that was refused or failed, unless its client hung up.
 
-    `LogLimit` tells kinds apart by the text without its arguments: here a kind is a status, for clients choose paths.
+    `LogLimit` tells kinds of messages apart by their text without arguments. The status is in this text; the path is an
+    argument, because clients choose it.
     """
     if record.status < 400 or record.status == _GONE:
         return
@@ -155,7 +156,7 @@ def _line(record: RequestRecord, method: str, path: str) -> dict[str, Any]:
 
 
 def _generated(finished: Sequence[FinishedRequest]) -> dict[str, Any]:
-    """Return what a request's sequences took, together: the longest wait, the first token, and the last."""
+    """Return the figures of a request's sequences together: the longest wait, the first token, and the last."""
     first_s = _present(sequence.first_token_s for sequence in finished)
     queue_s = _present(sequence.queue_s for sequence in finished)
     return {
@@ -182,7 +183,7 @@ def _by_tier(finished: Sequence[FinishedRequest]) -> dict[str, int]:
 
 
 def _leased(finished: Sequence[FinishedRequest]) -> dict[str, int]:
-    """Return the bytes of the model that changed hands meanwhile: the most that one of the sequences has seen."""
+    """Return the bytes that the model lent, borrowed or gave back meanwhile: the most that a sequence has seen."""
     seen = [msgspec.structs.asdict(sequence.leased) for sequence in finished]
     return {way: max(leased[way] for leased in seen) for way in LeasedBytes.__struct_fields__}
 

@@ -141,7 +141,7 @@ class AssistantMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same, under the name that vLLM has for it by now."""
+    """The same, under vLLM's newer name."""
 
 
 class ChatChoice(Struct):
@@ -224,7 +224,7 @@ class Detokenized(Struct):
 
 
 class RenderedPrompt(Struct):
-    """A prompt as a model computes it: vLLM's answer without what its own engines want besides."""
+    """A prompt as a model computes it: vLLM's answer without the fields that only its own engines need."""
 
     request_id: str
     model: str
@@ -247,7 +247,7 @@ class Load(Struct):
     max_total_num_tokens: int = 0
     token_usage: float = 0.0
     gen_throughput: float = 0.0
-    """Tokens a second since the last request for loads that was half a second or more before."""
+    """Tokens a second between two requests for loads, the latest that were half a second or more apart."""
     cache_hit_rate: float = 0.0
     utilization: float = 0.0
     """The part of `max_running_requests` that runs."""

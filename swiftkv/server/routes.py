@@ -31,7 +31,7 @@ from swiftkv.server.waking import PROGRESS_HEADER, WakingStream
 
 
 def openai_router(models: ModelTable) -> APIRouter:
-    """Return routes that find their model by the path parameter ``name``, if they have one, or the body's ``model``."""
+    """Return routes that find their model by the path parameter `name`, if they have one, or the body's `model`."""
     router = APIRouter()
     for part in (_list_router, _generation_router, token_router):
         router.include_router(part(models))
@@ -121,7 +121,7 @@ async def _answer(
     check(model, body, targets)
     prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
     is_awake = not model.must_wake
-    await wake_if_asked(request, model)  # it may have been put to sleep, for nothing was in flight
+    await wake_if_asked(request, model)  # it may have been put to sleep while nothing was in flight
     answer = begin(
         model, body, prepared, record.request_id,
         make_answer=make_answer, targets=targets, is_traced=record.is_traced,

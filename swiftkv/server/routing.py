@@ -33,7 +33,7 @@ def routing_router(models: ModelTable) -> APIRouter:
 
     @router.get("/v1/loads", responses=documented("Loads"))
     async def loads(request: Request) -> Response:
-        """Show what each model has to do. SGLang shows its ranks in this form."""
+        """Show the load of each model, in the form in which SGLang shows its ranks."""
         name = request.path_params.get("name")
         asked = models.all() if name is None else [models.get(name)]
         now = datetime.now(UTC).isoformat()
@@ -65,7 +65,7 @@ def routing_router(models: ModelTable) -> APIRouter:
 
 
 class _Throughput:
-    """The tokens a second that an engine generated between the last two looks at it, half a second apart at least."""
+    """The tokens a second that an engine generated between its last two looks, at least half a second apart."""
 
     def __init__(self) -> None:
         self._seen_s = time.monotonic()

@@ -26,7 +26,7 @@ def sequence_requests(
 ) -> list[SequenceRequest]:
     """Return `n` sequences per prompt, those of one prompt in a row; the first of them asks for the prompt's logprobs.
 
-    `grammar` holds all of them, behind their reasoning.
+    `grammar` constrains all of them, after their reasoning.
 
     Raises:
         ApiError: 400 if a prompt or a field does not fit the model, or the whole request costs too much.
@@ -58,7 +58,7 @@ def sequence_requests(
 
 
 def check_grammar_fields(body: GenerationBody) -> None:
-    """Check the fields that do not go with a grammar.
+    """Check the fields that exclude a grammar.
 
     Raises:
         ApiError: 400.
@@ -122,7 +122,7 @@ def _sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        # Below this the logits overflow; vLLM draws the same line.
+        # Below this the logits overflow; vLLM has the same bound.
         temperature=max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_k=defaults.top_k if body.top_k is None else body.top_k,

@@ -21,7 +21,7 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None  # the most of any answer, whatever it asks for
+    max_new_tokens: int | None = None  # the most of any answer, whatever its request asks for
 
     def differences(self) -> str:
         """Return the values that are not vLLM's, as a line for people; empty if there are none."""
@@ -31,7 +31,7 @@ class SamplingDefaults:
 
 
 class _File(msgspec.Struct):
-    """The part of the file that sampling has a use for."""
+    """The fields of the file that sampling uses."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -7,22 +7,21 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 
 SLICE_S = 0.0005
-"""Rendering lets the rest of the event loop run after so long, or after the piece that takes longer."""
+"""Rendering lets the rest of the event loop run after this time, at the end of a piece."""
 
 
 class ScrapePace:
-    """The pace that all ports of a node share: one scrape is answered at a time, and not before its time."""
+    """The pace that all ports of a node share: one rendering at a time, with a rest after each."""
 
     def __init__(self, part_of_time: float = 0.1, interval_s: float = 0.0) -> None:
-        """However often somebody asks, rendering takes at most `part_of_time` of the event loop's time, and between
-        two of them there are `interval_s`."""
+        """Limit rendering to `part_of_time` of the event loop's time, and to one in `interval_s`, however many ask."""
         self.part_of_time = part_of_time
         self.interval_s = interval_s
         self.lock = asyncio.Lock()
         self.not_before_s = 0.0
 
     def rest_after(self, rendering_s: float) -> None:
-        """Note that a rendering, which took the event loop for so long, has ended now."""
+        """Note that a rendering has ended now, which took the event loop for `rendering_s`."""
         rest_s = rendering_s * (1 / self.part_of_time - 1)
         self.not_before_s = time.monotonic() + max(rest_s, self.interval_s)
 
@@ -33,7 +32,7 @@ class Scrapes:
     def __init__(
         self, observe: Callable[[], Awaitable[None]], render: Callable[[], Iterable[bytes]], pace: ScrapePace
     ) -> None:
-        """`observe` brings the figures up to date, `render` makes the text of them, piece by piece.
+        """`observe` brings the figures up to date, `render` makes their text, piece by piece.
 
         Figures may change between two pieces.
         """
@@ -59,7 +58,7 @@ class Scrapes:
 
 
 async def _joined(pieces: Iterable[bytes]) -> tuple[bytes, float]:
-    """Return the whole text, and the seconds that it took without those in which others ran."""
+    """Return the whole text, and the seconds that making it took, without those in which other tasks ran."""
     made: list[bytes] = []
     total_s = 0.0
     begun_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""The beginnings of prompts that an engine was sent of late: what it is expected to find in its cache."""
+"""The beginnings of prompts that an engine was sent lately, which it is expected to find in its cache."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Found:
     """The tokens of a prompt's beginning that the engine was sent before.
 
     Attributes:
-        num_cached: Of prompts that it has begun with.
-        num_coming: After these, of prompts that wait.
+        num_cached: Those of prompts that it has begun.
+        num_coming: Those after them, of prompts that wait.
     """
 
     num_cached: int = 0
@@ -30,29 +30,29 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """The pieces of a prompt that waits, from the first one on that is not cached."""
+    """The pieces of a waiting prompt, from the first that is not cached on."""
 
     num_cached_pieces: int
     pieces: Sequence[bytes]
 
 
 class SentPrefixes:
-    """Remembers as many tokens as the engine's memory holds, the latest ones.
+    """Remembers the latest tokens, as many as the engine's memory holds.
 
-    An engine also keeps answers, and forgets in an order of its own, so that it may find more or less.
+    An engine also keeps answers, and forgets in an order of its own, so it may find more or less.
     """
 
     def __init__(self) -> None:
         self.max_tokens = 0
         """The number of tokens that are remembered; 0 for an engine that caches nothing."""
-        # For each piece the prompt that waits and was the first to have it, `None` once one with it has begun. The
-        # latest piece is the last.
+        # For each piece, the waiting prompt that had it first, or `None` once a prompt with it has begun. The latest
+        # piece is the last.
         self._first: dict[bytes, int | None] = {}
         self._waiting: dict[int, _Waiting] = {}
-        self._waiting_for: dict[bytes, list[int]] = {}  # the prompts that wait, by their first piece that is not cached
+        self._waiting_for: dict[bytes, list[int]] = {}  # waiting prompts by their first piece that is not cached
 
     def pieces(self, prompt: bytes, salt: str) -> list[bytes]:
-        """Return the names of a prompt's beginnings, of int32 token ids, one for each length that is remembered."""
+        """Return the keys of the beginnings of a prompt (int32 token ids), one for each whole piece."""
         if not self.max_tokens:
             return []
         token_ids = np.frombuffer(prompt, "<i4", count=min(len(prompt) // 4, _MAX_TOKENS))
@@ -80,7 +80,7 @@ class SentPrefixes:
         return found
 
     def begin(self, request_id: int) -> dict[int, Found]:
-        """Note that the engine has begun with a prompt. Return what is to be found now of others that wait."""
+        """Note that the engine has begun a prompt. Return what waiting prompts will find now, if that has changed."""
         prompt = self._stop_waiting(request_id)
         freed: list[int] = []
         for piece in reversed(prompt.pieces if prompt else ()):
@@ -91,14 +91,14 @@ class SentPrefixes:
         return {each: self._find_again(each) for each in freed}
 
     def end(self, request_id: int) -> None:
-        """Forget a prompt that ends while it waits: nobody will find what it alone would have left."""
+        """Forget a prompt that ends while it waits: pieces that it alone has will not be cached."""
         prompt = self._stop_waiting(request_id)
         for piece in prompt.pieces if prompt else ():
             if self._first.get(piece) == request_id:
                 del self._first[piece]
 
     def clear(self) -> None:
-        """Forget everything: the engine is another one."""
+        """Forget everything: the engine is a new one."""
         self._first.clear()
         self._waiting.clear()
         self._waiting_for.clear()

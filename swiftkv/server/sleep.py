@@ -1,4 +1,4 @@
-"""Puts a model to sleep, and wakes it: when a user asks for that, or for a request if the model is set to do so."""
+"""Puts a model to sleep, and wakes it: when a user asks for that, or for a request if the model has `auto_wake`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BUSY_RETRY_S = 1.0
 class Sleeper:
     """The sleep of one model.
 
-    At level 1 the engine gives up its weights, and its process goes on: it keeps its pool, which it lends as far as
-    anybody borrows, and what it has borrowed itself. At level 2 what it lends is recalled, and the process ends.
+    At level 1 the engine gives up its weights, and its process goes on: it keeps its pool, all of which it may lend,
+    and what it has borrowed itself. At level 2 what it lends is recalled, and the process ends.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Sleeper:
         check_room: Callable[[], None] = lambda: None,
         can_stay: bool = True,
     ) -> None:
-        """`end_engine` returns when the process is gone. `can_stay`: level 1 is possible.
+        """`end_engine` ends the process, and returns when it is gone. `can_stay`: whether level 1 is possible.
 
-        `give_way_s` returns for how long the model, when it wakes, is to load behind the work of others. `check_room`
-        raises `ConfigError` if there is no memory for it beside what the others hold.
+        `give_way_s` returns how long the loading of the model, when it wakes, gives way to the work of others.
+        `check_room` raises `ConfigError` if there is no memory for it beside what the others hold.
         """
         self._client = client
         self._lending = lending
@@ -51,11 +51,11 @@ class Sleeper:
         """Put the model to sleep, once requests in flight have ended.
 
         If they have not within `timeout_s`, the model stays awake; with `now` they are aborted at once. A model that
-        sleeps at level 1 may be put to sleep at level 2; else one that sleeps goes on doing so.
+        sleeps at level 1 may be put to sleep at level 2; otherwise a model that sleeps stays as it is.
 
         Raises:
-            ApiError: 409 for a model that is not there, is just falling asleep or waking, or has requests in flight
-                for too long; 400 for a level that it does not have.
+            ApiError: 409 for a model that takes no requests, is just falling asleep or waking, or has requests in
+                flight for too long; 400 for a level that it does not have.
         """
         name, status = self._client.name, self._client.status
         if level == 1 and not self._can_stay:
@@ -92,7 +92,7 @@ class Sleeper:
         self._client.check_available()
 
     async def wake_for_request(self) -> None:
-        """Do as `wake` does, for one of the requests that wait for it. It may be asleep again when this returns.
+        """Wake the model for one of the requests that wait for it. It may be asleep again when this returns.
 
         Raises:
             ApiError: 429 if as many wait as the model may have in flight, else as `wake`.
@@ -147,7 +147,7 @@ class Sleeper:
             )
 
     async def _end(self) -> None:
-        """Take home what is lent, and end the process."""
+        """Recall what is lent, and end the process."""
         await self._lending.recall_all(self._client.name)
         await self._end_engine()
 

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, in the two ways in which protocols write them: with a name each, and without."""
+"""Server-sent events as bytes, with a name each or without, as protocols have them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NamedEvent(Struct):
 
 
 def plain_events(events: Sequence[Struct]) -> bytes:
-    """Return events of which only the data is written, as OpenAI's completions have them."""
+    """Return events without names, as OpenAI's completions have them."""
     return b"".join(b"data: " + json_line(event) + b"\n\n" for event in events)
 
 

@@ -27,7 +27,7 @@ _METRICS_TEXT = {"description": "OK", "content": {"text/plain": {"schema": {"typ
 def status_router(
     models: ModelTable, metrics: GatewayMetrics, lending: NodeLending, *, admin_key: str, only_model: str | None
 ) -> APIRouter:
-    """Return routes about the model of the path parameter ``name``; without one about `only_model`, or all models."""
+    """Return routes about the model of the path parameter `name`; without one about `only_model`, or all models."""
     router = APIRouter()
     router.include_router(_readiness_router(models, only_model))
     router.include_router(_metrics_router(models, metrics, lending, admin_key, only_model))
@@ -46,7 +46,7 @@ def _readiness_router(models: ModelTable, only_model: str | None) -> APIRouter:
     async def ready(request: Request) -> Response:
         """Tell whether every engine serves or was put to sleep; if not, which one does not, and why.
 
-        A model that is asleep is ready where it is asked for alone only if requests wake it.
+        On a path or port of one model, a model that is asleep counts as ready only if requests wake it.
         """
         return _readiness(models, _asked_for(request, only_model))
 
@@ -77,7 +77,7 @@ def _metrics_router(
 
     @router.get("/metrics", responses={200: _METRICS_TEXT}, response_class=Response)
     async def scrape(request: Request) -> Response:
-        """Return metrics for Prometheus. Those that name tenants are for requests with the key of `/admin`."""
+        """Return metrics for Prometheus. Those that name tenants need the key of `/admin`."""
         only = _asked_for(request, only_model)
         models.only(only)
         scrapes = scrapes_of(only, has_bearer_key(request.headers, admin_key))
@@ -87,7 +87,7 @@ def _metrics_router(
 
 
 def _asked_for(request: Request, only_model: str | None) -> str | None:
-    """Return the model that is asked for alone."""
+    """Return the only model that a request asks about, or `None` for all."""
     name: str | None = request.path_params.get("name", only_model)
     return name
 

@@ -1,4 +1,4 @@
-"""Attaches storage to a model and detaches it, as `/admin` is asked to."""
+"""Attaches storage to a model and detaches it, for `/admin`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StorageChanges:
         return StorageChange(self._name, self._engine.backend, time.monotonic() - begun_s)
 
     async def detach(self) -> StorageChange:
-        """Detach storage, which keeps what it has. Raises `ApiError`: 409 if there is none, 503 as `attach` does."""
+        """Detach storage, which keeps its blocks. Raises `ApiError`: 409 if there is none, 503 as `attach` does."""
         begun_s = time.monotonic()
         await self._engine.detach()
         self._remember(None)

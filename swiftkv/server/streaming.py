@@ -25,7 +25,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """Raised when the client hung up: nobody reads an answer."""
+    """Raised when the client has hung up."""
 
 
 def json_response(body: Struct | Sequence[Struct], status: int = 200) -> Response:
@@ -34,10 +34,10 @@ def json_response(body: Struct | Sequence[Struct], status: int = 200) -> Respons
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` and return its result, but cancel it when the client hangs up.
+    """Run `work` and return its result, but cancel it when the client hangs up.
 
     Raises:
-        ClientGone: It did.
+        ClientGone: the client hung up.
     """
     working = asyncio.ensure_future(work)
     listening = asyncio.ensure_future(_disconnected(request))

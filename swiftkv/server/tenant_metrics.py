@@ -1,6 +1,6 @@
-"""The metrics of tenants: what each has had of each model. Labels are the names in the node's file, and no others.
+"""The metrics of tenants: what each has used of each model. Labels are the names in the node's file, and no others.
 
-They have a registry of their own, because they tell who the node's customers are.
+They have a registry of their own, because they reveal who the node's customers are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LABELS = ("model_name", "tenant")
 
 
 class TenantMetrics:
-    """Counts the sequences of tenants as they end; those of nodes without tenants are passed over."""
+    """Counts the sequences of tenants as they end; sequences without a tenant are ignored."""
 
     def __init__(self, first_token_s: tuple[float, ...]) -> None:
         """`first_token_s` are the bounds of the histogram's buckets."""

@@ -11,9 +11,9 @@ from swiftkv.server.tenants import Sender
 def limit_met(
     limits: Mapping[str, int | None], in_flight: Iterable[InFlight], sender: Sender, num_more: int
 ) -> str | None:
-    """Return the limit that `num_more` sequences of a tenant meet beside its others; `None`: there is room.
+    """Return the limit that a tenant would meet with `num_more` further sequences; `None` if there is room.
 
-    Tenants divide `max_num_queued_reqs` and `max_num_queued_tokens`, which `limits` has, by weight.
+    Tenants divide `limits`, which are `max_num_queued_reqs` and `max_num_queued_tokens`, by weight.
     """
     if sender.part == 1:
         return None

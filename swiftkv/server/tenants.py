@@ -25,9 +25,9 @@ class Sender:
     Attributes:
         flow: The flow whose share of an engine it takes.
         weight: How large that share is beside others'.
-        name: The tenant's; `None` where there are no tenants.
-        part: Its part of all tenants' weights together; 1 where there are no tenants.
-        max_tier: The highest service tier that serves it; `None`: what the node allows.
+        name: The name of the tenant; `None` where there are no tenants.
+        part: Its part of the sum of all tenants' weights; 1 where there are no tenants.
+        max_tier: The highest service tier that it gets; `None`: what the node allows.
         is_private: Whether it shares no cached prefixes with other tenants.
     """
 
@@ -39,9 +39,9 @@ class Sender:
     is_private: bool = False
 
     def salt(self, cache_salt: str | None) -> str:
-        """Return the salt of a request with that `cache_salt`: none that a client can write leads to another tenant's.
+        """Return the salt of a request: no `cache_salt` that a client can write makes it that of another tenant.
 
-        Names have no NUL, so the first one ends what the node wrote.
+        Names have no NUL, so the first NUL ends the part that the node wrote.
         """
         given = cache_salt or ""
         if self.name is None or not (self.is_private or given):
@@ -53,7 +53,7 @@ ANYBODY = Sender()
 
 
 def senders_by_key(tenants: Mapping[str, TenantConfig]) -> dict[str, Sender]:
-    """Return the senders of a node's tenants, all of whom are given by their keys."""
+    """Return senders by key; `tenants` are all tenants of the node, by key."""
     total = sum(tenant.weight for tenant in tenants.values())
     return {
         key: Sender(
@@ -75,7 +75,7 @@ def sender_of(request: Request) -> Sender:
 
 
 def named_flow(headers: Mapping[str, str]) -> Sender:
-    """Return the flow that a fairness id names, one of a fixed number: two ids may have one flow in common."""
+    """Return the flow that a fairness id names, one of a fixed number: two ids may share a flow."""
     for name in _FAIRNESS_HEADERS:
         if fairness_id := headers.get(name):
             return Sender(flow=1 + zlib.crc32(fairness_id.encode("latin-1")) % _NUM_FAIRNESS_FLOWS)

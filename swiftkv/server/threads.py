@@ -23,7 +23,7 @@ class BoundedThreads:
     def __init__(self, purpose: str, *, workers: int = 2, max_waiting: int = 1024, max_bytes: int = 64 << 20) -> None:
         """Start no thread yet. `purpose` completes "too many requests wait for …".
 
-        `max_waiting` and `max_bytes` bound the work that waits: how much of it, and what it was said to hold.
+        `max_waiting` and `max_bytes` bound the work that waits: its pieces, and the bytes that these were said to hold.
         """
         self._purpose = purpose
         self._max_waiting = max_waiting
@@ -62,7 +62,7 @@ class BoundedThreads:
         return await asyncio.shield(future)
 
     def close(self) -> None:
-        """End the threads as soon as they have done what they have begun."""
+        """End the threads once they have finished the work that they have begun."""
         self._is_closed = True
         self._executor.shutdown(wait=False)
 

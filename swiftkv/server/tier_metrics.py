@@ -29,7 +29,7 @@ _LEVEL_COUNTERS = {
 }
 _LABELS = ("model_name", "tier")
 _ALL_TIERS = "storage"
-"""The label of what the tiers below a pool have in common."""
+"""The label of figures that count for all tiers below a pool together."""
 
 
 class TierMetrics(ModelCollector[TierStats]):

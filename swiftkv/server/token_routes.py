@@ -64,7 +64,7 @@ def _tokenized(model: ModelHandle, body: TokenizeBody) -> Tokenized:
 
 
 def prompt_ids(model: ModelHandle, body: PromptBody) -> list[int]:
-    """Return the token ids of a prompt that is not generated from: it may be longer than the model takes.
+    """Return the token ids of a prompt that is only tokenized, and may be longer than the model takes.
 
     Raises:
         ApiError: 400 for a field that does not fit the others, or a prompt that is far too long.
@@ -83,7 +83,7 @@ def prompt_ids(model: ModelHandle, body: PromptBody) -> list[int]:
 
 
 def _chat_ids(model: ModelHandle, body: PromptBody | ChatBody) -> list[int]:
-    """Return the token ids of a chat that is not generated from: it may be longer than the model takes."""
+    """Return the token ids of a chat that is only tokenized, and may be longer than the model takes."""
     assert body.messages is not None
     shown = conversation(body.messages)
     check_tokenize(_num_chars(shown), model.max_model_len, "messages")

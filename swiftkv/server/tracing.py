@@ -1,6 +1,6 @@
-"""Requests that are traced: the context that a client sends and gets, and what becomes of each, for a thread to send.
+"""Traces of requests: the context that a client sends and gets, and the figures of each request, for a thread to send.
 
-On the event loop a trace costs a few lines of a record. Spans are made elsewhere: `server.otlp`.
+On the event loop a trace costs only the filling of a record. `server.otlp` makes the spans.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TraceContext:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One request that has ended, as it is to be shown. Seconds are of `time.perf_counter`."""
+    """One request that has ended, for a trace. Seconds are by `time.perf_counter`."""
 
     context: TraceContext
     parent: TraceContext | None
@@ -73,7 +73,7 @@ class RequestTrace:
     ended_s: float
     sequences: Sequence[FinishedRequest]
     offset_ns: int
-    """Nanoseconds from the beginning of `time.perf_counter` to that of Unix time."""
+    """The Unix time in nanoseconds at which `time.perf_counter` was 0."""
 
     def unix_ns(self, moment_s: float) -> int:
         return int(moment_s * 1e9) + self.offset_ns
@@ -86,9 +86,9 @@ class TraceSink(Protocol):
 
 
 class TraceMiddleware:
-    """Has requests traced, unless they ask for nothing or their client says that its trace is not recorded.
+    """Traces requests, except those of monitoring and those whose client says that its trace is not recorded.
 
-    Stands within `RequestIdMiddleware`, whose record it reads. The answer tells the context of its span.
+    Stands within `RequestIdMiddleware`, whose record it reads. The answer has the context of its span.
     """
 
     def __init__(self, app: ASGIApp, sink: TraceSink) -> None:

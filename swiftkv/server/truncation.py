@@ -1,4 +1,4 @@
-"""Prompts that a request lets be cut: vLLM's `truncate_prompt_tokens` and `truncation_side`."""
+"""The cut that a request allows through its prompts: vLLM's `truncate_prompt_tokens` and `truncation_side`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def asked_truncation(
     """Return the cut that a request asks for, `None` for whole prompts.
 
     Args:
-        num_new_tokens: The tokens that are to be generated behind the prompt, 0 where the request does not say.
+        num_new_tokens: The tokens that are to be generated after the prompt, 0 where the request does not say.
         usual_side: The side that is cut off where the request does not say.
 
     Raises:

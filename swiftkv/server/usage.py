@@ -13,7 +13,8 @@ from swiftkv.server.responses import CompletionTokensDetails, PromptTokensDetail
 class RunningUsage:
     """The running sums of an answer's `usage`.
 
-    Prompts count once, however many choices they have; so does what any of these found in the cache, at least.
+    Prompts count once, however many choices they have; their cached tokens are the fewest that one of these choices
+    found.
     """
 
     def __init__(

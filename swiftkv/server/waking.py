@@ -1,4 +1,4 @@
-"""A stream that tells how far a model is which its request wakes, before the answer begins."""
+"""A stream that shows the progress of a model that its request wakes, before the answer begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WakingStream(StreamingResponse):
     """Wakes the model, with a comment in the stream at once and then every second; then sends the answer.
 
     Clients pass over comments, which begin with a colon. The status is sent before anything is known of the answer, so
-    that a request which fails is told so in an event.
+    a failure is sent as an event.
     """
 
     def __init__(self, request: Request, model: ModelHandle, answer: Callable[[], Awaitable[Response]]) -> None:
@@ -68,7 +68,7 @@ def _body(data: bytes, *, is_last: bool = False) -> Message:
 
 
 def _without_head(send: Send) -> Send:
-    """Return what sends the rest of a response whose head has been sent."""
+    """Return a `send` for the rest of a response whose head has been sent."""
 
     async def send_rest(message: Message) -> None:
         if message["type"] != "http.response.start":
