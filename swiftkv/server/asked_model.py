@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def asked_model(request: Request, models: ModelTable, in_body: str | None) -> ModelHandle:
-    """Return the model of the path parameter ``name``, if there is one, or of the body's field ``model``."""
+    """Return the model of the path parameter `name`, if there is one, or of the body's field `model`."""
     return models.pick(request.path_params.get("name"), in_body)
 
 

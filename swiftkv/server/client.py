@@ -270,7 +270,7 @@ class EngineClient:
     def engine_down(
         self, why: str, *, state: EngineState = EngineState.RESTARTING, retry_after_s: float = DOWN_RETRY_S
     ) -> None:
-        """Fail everything in flight, and refuse new requests: the engine process is gone.
+        """Fail everything in flight, and refuse new requests until the engine, whose process is gone, is back.
 
         `why` completes "the engine …", such as `was killed by SIGKILL`; `state` says whether it is coming back.
         """

@@ -16,7 +16,7 @@ _MAX_CHUNKS = 512  # the most that are kept of one traced prompt
 
 @dataclass(slots=True)
 class InFlight:
-    """A sequence in the engine. Times are of ``time.perf_counter``, in seconds."""
+    """A sequence in the engine. Times are by `time.perf_counter`, in seconds."""
 
     generation: Generation
     index: int

@@ -19,7 +19,7 @@ from swiftkv.server.tenants import Sender
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
 PROTECTABLE_PATHS = frozenset({"/metrics", "/openapi.json", "/docs"})
-"""Those of `OPEN_PATHS` that `node.protect_metrics` puts behind a key."""
+"""Those of `OPEN_PATHS` that need a key with `node.protect_metrics`."""
 ADMIN_PATH = "/admin"
 UPLOAD_PATH = "/v1/files"
 

@@ -55,7 +55,7 @@ class ClientPolicy:
         return replace(self, allow_priority=allow, sender=sender)
 
     def shows_cached(self, cache_salt: str | None) -> bool:
-        """Return whether a request with this salt is told how much of its prompt was in the cache."""
+        """Return whether the answer to a request with this salt shows how much of its prompt was in the cache."""
         is_apart = cache_salt is not None or self.sender.is_private
         return self.show_cached_tokens == "always" or (self.show_cached_tokens == "salted" and is_apart)
 
