@@ -1,4 +1,4 @@
-// The blocks of one KV group: who holds them, which are cached, free, lent or borrowed.
+// The blocks of one KV group: their holders, and which are cached, free, lent or borrowed.
 #pragma once
 
 #include <algorithm>
@@ -15,27 +15,28 @@
 namespace swiftkv {
 
 enum class BlockState : uint8_t {
-    kAbsent,    // its extent is not held: it is its lender's, or of a local block another group's or nobody's
-    kFree,      // nobody needs its bytes
+    kAbsent,    // its extent is not held: the lender has it or, if it is local, another group or none
+    kFree,      // its bytes are not needed
     kUsed,      // running requests hold references to it (it may be in the prefix index too)
     kCached,    // in the prefix index, and no request holds it; evicted by worth, then in least-recently-used order
     kInFlight,  // steps in progress may still read or write it; cached or free once they settle
-    kLent,      // local: another engine's
+    kLent,      // local: lent to another engine
     kStaging,   // local: part of the layer-stream cache, in whose layer blocks borrowed blocks are staged
     kLoading,   // local: its bytes are on their way up; requests that find it in the prefix index wait for it
-    kLeaving,   // borrowed: in the prefix index, held by no request, in a recalled extent: it moves or is forgotten
+    kLeaving,   // borrowed: in the prefix index, held by no request, in a recalled extent: it will move or be forgotten
 };
 inline constexpr int kNumBlockStates = 9;
 
-// The part of one KV group in a house. `house` is null where the group has all of its local blocks to itself.
+// The place of one KV group in a house. `house` is null if the group has all of its local blocks to itself.
 struct Tenancy {
     House* house = nullptr;
     int group = 0;
     int blocks_per_extent = 0;
 };
 
-// Every block is in exactly one state; of the local ones free + used + cached + lent + in flight + staging + loading +
-// absent = total. Extents come and go in O(blocks per extent), whatever the size of the pool.
+// The blocks of one KV group. Every block is in exactly one state, so for local ones free + used + cached + lent +
+// in flight + staging + loading + absent = total. Extents come and go in O(blocks per extent), whatever the size of the
+// pool.
 class BlockPool {
   public:
     BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links,
@@ -51,21 +52,21 @@ class BlockPool {
     int count(Place place, BlockState state) const { return counts_[static_cast<int>(place)][static_cast<int>(state)]; }
     int num_free(Place place) const { return count(place, BlockState::kFree); }
     int num_cached(Place place) const { return count(place, BlockState::kCached); }
-    // Blocks that an allocation could have: free ones, and cached ones by eviction. None of them is in a recalled
-    // extent.
+    // The number of blocks that an allocation could have: free ones, and cached ones by eviction. None is in a
+    // recalled extent.
     int available(Place place) const { return num_free(place) + num_cached(place); }
 
-    // Grows whenever an allocation may succeed that did not before.
+    // A number that grows whenever an allocation may succeed that failed before.
     int64_t num_room_changes() const { return num_room_changes_; }
 
-    // The blocks of all places whose blocks are staged.
+    // The number of blocks in a state, over all places whose blocks are staged.
     int count_staged(BlockState state) const {
         int count = 0;
         for (int place = 0; place < kNumPlaces; ++place)
             if (kPlaces[place].is_staged) count += counts_[place][static_cast<int>(state)];
         return count;
     }
-    // The available blocks of the places further down, and the free ones of them.
+    // The number of blocks available in the places further down; num_free_below() counts only the free ones.
     int available_below(Place place) const {
         int count = num_free_below(place);
         for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
@@ -79,30 +80,31 @@ class BlockPool {
         return count;
     }
 
-    // Returns the lowest free block, used from now on by one holder; kNone if no block is free.
+    // Takes the lowest free block for one holder and returns it; kNone if no block is free.
     BlockId take(Place place);
     BlockId take(BlockId free);
-    // A cached block becomes used again; a used one gains a holder.
+    // Adds a holder to a used block, or the first one to a cached block, which becomes used again.
     void add_ref(BlockId block);
-    // The last holder leaves a block cached (or leaving) if the prefix index knows it, else free.
+    // Removes a holder. After the last one the block is cached (or leaving) if the prefix index knows it, else free.
     void drop_ref(BlockId block);
     // Undoes the last add_ref(): a block that was cached gets its old place in the order of eviction. To undo several,
     // begin with the last one; nothing else may have changed since.
     void undo_ref(BlockId block);
-    // A holder leaves, but steps in progress may still use the block: the last one leaves it in flight until they
+    // Removes a holder while steps in progress may still use the block: after the last one it is in flight until they
     // settle.
     void retire(BlockId block);
-    // A step is being planned; steps settle in this order, or the last one is given up while it is being planned.
+    // Begins to plan a step. Steps settle in this order; cancel_step() gives up the last one while it is being planned.
     void begin_step() { ++num_begun_; }
     void cancel_step() { --num_begun_; }
     void settle();
-    // Whether the step planned last brings a block that has holders.
+    // Whether the step planned last copies bytes to a block that has holders.
     bool is_moving(BlockId used) const { return record(used).busy_until == num_begun_; }
     bool is_busy(BlockId block) const { return record(block).busy_until > 0; }
-    // The prefix index forgets a block that may be in any state in which it had a node.
+    // Notes that the prefix index has forgotten a block, in whatever state that is.
     void forget(BlockId block);
-    // `to`, just taken, replaces `from` in the index and for its holders, after a copy in the step that is being
-    // planned. A local `from` is free at once, as spills come first in a step; a borrowed one once the step settles.
+    // Puts `to`, just taken, in the place of `from` in the index and for its holders; the step that is being planned
+    // copies the bytes. A local `from` is free at once, because spills come first in a step; a borrowed one when the
+    // step settles.
     void replace(BlockId from, BlockId to);
 
     BlockState state(BlockId block) const { return record(block).state; }
@@ -110,16 +112,16 @@ class BlockPool {
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
     Worth worth(BlockId block) const { return record(block).worth; }
-    // A cached block that is worth less than before is the first of its new worth to be evicted. With `is_seen`
-    // see_next() may leave it out.
+    // Changes the worth of a block. A cached block that is worth less than before becomes the first of its new worth to
+    // be evicted. With `is_seen`, see_next() may leave it out.
     void set_worth(BlockId block, Worth worth, bool is_seen = false);
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
-    // The same of all places further down together.
+    // Returns the same for all places further down together.
     BlockId oldest_cached_below(Place place) const;
-    // Calls visit(block) for cached blocks in the order in which they are forgotten, those furthest down first, until
-    // it returns false.
+    // Calls visit(block) for cached blocks, those in the place furthest down first, each place in its order of
+    // eviction, until visit() returns false.
     template <class Visit>
     void for_each_cached(Visit&& visit) const {
         for (int place = kNumPlaces - 1; place >= 0; --place) {
@@ -131,8 +133,8 @@ class BlockPool {
         }
     }
 
-    // Calls see(block) for the first `most` of these blocks in the same order, without those that it has seen since
-    // they were cached. Ends when see() returns false: that block does not count as seen.
+    // Calls see(block) for the first `most` of these blocks in the same order, except those that it has already seen
+    // since they were cached. Ends when see() returns false; that block does not count as seen.
     template <class See>
     void see_next(int most, See&& see) {
         for (int place = kNumPlaces - 1; place >= 0; --place) {
@@ -147,28 +149,29 @@ class BlockPool {
             }
         }
     }
-    // Lets see_next() begin anew.
+    // Makes see_next() begin anew.
     void forget_seen();
 
     // ---- a house: local extents that groups share ----
-    // The extent is this group's from now on, and all of its blocks are free. Some of them must be taken before the
-    // next call that frees a block: an extent whose blocks are all free goes back.
+    // Adds an extent to the group; all of its blocks are free. Some of them must be taken before the next call that
+    // frees a block: an extent whose blocks are all free goes back to the house.
     void enter(ExtentId extent);
-    // The extents that hold nothing but free and cached blocks.
+    // The number of open extents: they hold only free and cached blocks, and no step keeps them.
     int num_open() const { return num_open_; }
     bool is_open(ExtentId extent) const {
         const HouseExtent& held = house_extents_[extent];
         return held.is_held && held.num_pinned == 0 && held.num_kept == 0;
     }
-    // Keeps the extent with the group until the step that is being planned settles: the step reads the block's bytes
-    // while its layers run, whoever has the block by then.
+    // Keeps the block's extent with the group until the step that is being planned settles: the step reads the block's
+    // bytes while its layers run, even if the block has another holder by then.
     void keep_extent_of(BlockId local);
-    // The used blocks of an extent, if only they keep it from other groups; else 0.
+    // The number of used blocks of an extent if only they keep it from other groups; else 0.
     int num_used_alone(ExtentId extent) const;
-    // The oldest open extent is the one whose last cached block is evicted before the last of any other. Returns that
-    // block; kNone if no extent is open.
+    // Returns the last cached block of the oldest open extent: the extent whose last cached block is evicted before
+    // that of any other. kNone if no extent is open.
     BlockId last_of_oldest_open() const;
-    // The lowest free block, and the cached one that is evicted first, of extents that something pins, but that one.
+    // These return the lowest free block, and the cached block that is evicted first, among extents that hold used or
+    // otherwise busy blocks, without `extent`.
     BlockId free_beside_used(ExtentId extent) const;
     BlockId oldest_cached_beside_used(ExtentId extent) const;
     ExtentId house_extent(BlockId local) const { return local / tenancy_.blocks_per_extent; }
@@ -176,24 +179,24 @@ class BlockPool {
     uint32_t cached_at(BlockId block) const { return record(block).cached_at; }
 
     // ---- loading ----
-    // Returns the lowest free local block, loading from now on; kNone if no local block is free.
+    // Turns the lowest free local block into a loading one and returns it; kNone if no local block is free.
     BlockId start_loading();
-    // Leaves the block cached if the prefix index knows it, else free.
+    // Turns a loading block into a cached one if the prefix index knows it, else into a free one.
     void stop_loading(BlockId block);
 
     // ---- layer-stream cache ----
-    // Returns the highest free local block, staging from now on; kNone if no local block is free.
+    // Turns the highest free local block into a staging one and returns it; kNone if no local block is free.
     BlockId start_staging();
     void start_staging(BlockId free);
     void stop_staging(BlockId block);
 
     // ---- lending: extents of the local pool ----
-    // Throws std::invalid_argument unless take_back() may have these extents.
+    // Throws std::invalid_argument unless these extents can be taken back.
     void check_lent(int lend_link, std::span<const ExtentId> extents) const;
-    // Returns up to `max_extents` that could be lent: wholly free ones, highest first, then if `or_cached` such as hold
-    // nothing but free and cached blocks, in the order in which these are evicted.
+    // Returns up to `max_extents` extents that could be lent: wholly free ones, highest first; then, if `or_cached`,
+    // extents that hold only free and cached blocks, in the order in which these are evicted.
     std::vector<int> lendable(int lend_link, int max_extents, bool or_cached) const;
-    void lend(int lend_link, int extent) noexcept;  // whose blocks are all free
+    void lend(int lend_link, int extent) noexcept;  // its blocks must all be free
     void take_back(int lend_link, int extent) noexcept;
     BlockId first_block(int lend_link, int extent) const {
         return extent * lend_links_[lend_link].link.blocks_per_extent;
@@ -202,32 +205,33 @@ class BlockPool {
     int num_lend_extents(int lend_link) const { return lend_links_[lend_link].link.num_extents; }
 
     // ---- borrowing: extents of others' pools ----
-    // These throw std::invalid_argument unless borrow() may have these extents, and recall().
+    // These throw std::invalid_argument unless these extents can be borrowed, or recalled.
     void check_not_held(int borrow_link, std::span<const ExtentId> extents) const;
     void check_held(int borrow_link, std::span<const ExtentId> extents) const;
     void borrow(int borrow_link, int extent) noexcept;
-    // Ends allocation in the extent: free blocks are given up, now and later, and cached ones are leaving.
+    // Ends allocation in the extent: its free blocks are given up, now and later, and its cached ones become leaving.
     void recall(int borrow_link, int extent) noexcept;
-    // Recalls all extents of a link, with nobody to give them back to.
+    // Recalls all extents of a link whose lender is gone; they are not returned.
     void lose(int borrow_link) noexcept;
-    // Recalled extents that have been given up whole since the last call.
+    // Returns the recalled extents that have been given up whole since the last call.
     std::vector<int> take_returned(int borrow_link);
     bool is_draining() const { return num_draining_ > 0; }
-    // Blocks of extents that are held and not recalled.
+    // The number of blocks in extents that are held and not recalled.
     int num_held() const { return num_held_blocks_; }
-    bool is_leaving(BlockId block) const;  // in an extent that is recalled or lost
+    bool is_leaving(BlockId block) const;  // whether it is in an extent that is recalled or lost
     bool is_lost(BlockId block) const;
-    // Calls visit(block) for every present block of the recalled extents, or of one link's.
+    // These call visit(block) for every block that is not absent: of recalled and lost extents, or of one link's.
     void for_each_leaving(const std::function<void(BlockId)>& visit) const;
     void for_each_of_link(int borrow_link, const std::function<void(BlockId)>& visit) const;
-    // Where a borrowed block lies: its link, and the offset of its bytes in the lender's pool.
+    // The link of a borrowed block, and the offset of its bytes in the lender's pool.
     struct Location {
         int link;
         int64_t offset_bytes;
     };
     Location locate(BlockId borrowed, int64_t block_bytes) const;
 
-    // `refs[b]` is how many references the requests hold. Throws std::runtime_error on any disagreement.
+    // Checks all invariants. `refs[b]`: the number of references to block b that requests hold. Throws
+    // std::runtime_error if one is violated.
     void check(const std::vector<int>& refs) const;
 
   private:
@@ -238,37 +242,37 @@ class BlockPool {
         BlockState state = BlockState::kAbsent;
         Worth worth = Worth::kNone;
         uint8_t list = 0;        // the list of cached blocks that it is in, or was in last
-        bool is_seen = false;    // by see_next(), while it is or was last in that list
+        bool is_seen = false;    // whether see_next() has seen it in that list
         uint32_t cached_at = 0;  // the pool's clock when it was cached last
-        int64_t busy_until = 0;  // a step, counted from 1, that may read or write it: until that settles, a block
-                                 // without holders is in flight
+        int64_t busy_until = 0;  // the number, from 1, of the last step that may read or write it: until that settles,
+                                 // a block without holders is in flight
     };
     // The cached blocks of one place and one worth, in a circular list. The first ones have been seen by see_next().
     struct CachedList {
-        BlockId last_seen;  // the sentinel if none was seen
+        BlockId last_seen;  // the sentinel if no block was seen
         int size = 0, num_seen = 0;
     };
     struct LendLink {
         Link link;
-        std::vector<int> num_pinned, num_cached;  // per extent, blocks that are neither free nor cached; cached ones
-        FreeSet clean;                            // extents all of whose blocks are free
+        std::vector<int> num_pinned, num_cached;  // per extent: blocks neither free nor cached; cached blocks
+        FreeSet clean;                            // the extents whose blocks are all free
         std::vector<bool> is_lent;                // per extent; another link may lend the same blocks
     };
     struct HouseExtent {
-        int num_pinned = 0, num_cached = 0;  // blocks that are neither absent nor free nor cached; cached ones
-        int num_kept = 0;                    // how often keep_extent_of() was called for steps that have not settled
+        int num_pinned = 0, num_cached = 0;  // blocks neither absent nor free nor cached; cached blocks
+        int num_kept = 0;                    // calls of keep_extent_of() for steps that have not settled
         bool is_held = false;
     };
     struct KeptExtent {
         ExtentId extent;
-        int64_t until;  // a step, counted from 1
+        int64_t until;  // the number of a step, from 1
     };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kLost };
     struct BorrowLink {
         Link link;
         BlockId first;
         std::vector<Tenure> tenure;    // per extent
-        std::vector<int> num_present;  // per extent, blocks that are not absent
+        std::vector<int> num_present;  // per extent: blocks that are not absent
         std::vector<int> returned;
     };
 
@@ -279,8 +283,8 @@ class BlockPool {
     const Record& record(BlockId block) const { return const_cast<BlockPool*>(this)->record(block); }
     void move_to(BlockId block, BlockState state);
     void set_busy(BlockId block);
-    void rest(BlockId block);     // nobody holds it any more
-    void release(BlockId block);  // to free, or to absent if its extent is leaving
+    void rest(BlockId block);     // its last holder has left
+    void release(BlockId block);  // makes it free, or absent if its extent is leaving
     void count_extents(BlockId local, BlockState state, int by);
     bool is_beside_used(BlockId local, ExtentId not_in) const {
         return house_extent(local) != not_in && house_extents_[house_extent(local)].num_pinned > 0;
@@ -320,19 +324,19 @@ class BlockPool {
     int num_local_;
     std::array<BlockId, kNumPlaces> ends_;  // one past the last block of each place
     int num_ids_;
-    std::vector<Record> records_;  // the last are the sentinels of the circular lists of cached blocks
+    std::vector<Record> records_;  // by block; then the sentinels of the circular lists of cached blocks
     std::vector<CachedList> cached_lists_;
     std::vector<FreeSet> free_;
     std::array<std::array<int, kNumBlockStates>, kNumPlaces> counts_{};
     std::vector<BlockId> busy_;
     int64_t num_room_changes_ = 0;
     int64_t num_begun_ = 0, num_settled_ = 0;  // steps
-    uint32_t num_cachings_ = 0;                // the clock of `cached_at`, which may wrap, where there is no house
+    uint32_t num_cachings_ = 0;                // the clock of `cached_at` if there is no house; may wrap
     Tenancy tenancy_;
     std::vector<HouseExtent> house_extents_;
     std::vector<KeptExtent> kept_extents_;
     int num_open_ = 0;
-    mutable BlockId last_of_oldest_open_ = kNone;  // kNone: it is not known
+    mutable BlockId last_of_oldest_open_ = kNone;  // kNone: not known
     std::vector<LendLink> lend_links_;
     std::vector<BorrowLink> borrow_links_;
     int num_held_blocks_ = 0;

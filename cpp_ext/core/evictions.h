@@ -1,4 +1,4 @@
-// When blocks were evicted last, to explain why a prompt found less than it might have.
+// The times at which blocks were evicted last, to explain why a prompt found less in the cache than it could have.
 #pragma once
 
 #include <chrono>
@@ -9,14 +9,14 @@
 
 namespace swiftkv {
 
-// A bounded memory: a newer eviction takes the place of an older one whose key falls to the same entry.
+// A bounded memory of evictions: a new one replaces an older one whose key has the same entry.
 class Evictions {
   public:
     Evictions() : entries_(kNumEntries) {}
 
     void note(const BlockKey& key) noexcept { entries_[place(key)] = {key, Clock::now()}; }
 
-    // The seconds since a block was evicted; none if it was not, or that is forgotten.
+    // The seconds since a block was evicted; nullopt if it was not, or if that is forgotten.
     std::optional<double> age_s(const BlockKey& key) const {
         const Entry& entry = entries_[place(key)];
         if (entry.key != key || entry.at == Clock::time_point{}) return std::nullopt;

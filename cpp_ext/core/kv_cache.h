@@ -20,8 +20,8 @@
 
 namespace swiftkv {
 
-// The blocks of one request. The entry of a local block is what kernels read, block * num_layers; that of a borrowed
-// block is staged(block), and the plan of a step puts staged(layer block) in its place.
+// The blocks of one request. The entry of a local block is block * num_layers, as kernels read it. The entry of a
+// borrowed block is staged(block); the plan of a step replaces it by staged(layer block).
 struct BlockTable {
     struct Group {
         std::vector<int32_t> entries;
@@ -31,13 +31,13 @@ struct BlockTable {
     int num_committed = 0;  // full blocks that have entered the prefix index, or were found in it
 };
 
-// Keys of the first tokens.size() / block_size blocks. Appends what `keys` lacks.
+// Appends to `keys` the missing keys of the first tokens.size() / block_size blocks.
 void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const TokenId> tokens, int block_size);
 
-// What the prefix index knows of a prompt, in blocks.
+// The part of a prompt that the prefix index knows, in blocks.
 struct PrefixMatch {
     int length;     // of the longest prefix that can be used
-    int num_known;  // before the prompt leaves what others have computed
+    int num_known;  // up to the last block with a node in the index, whether that can be used or not
 };
 
 // A whole block that a step copies, layer by layer.
@@ -45,22 +45,22 @@ struct BlockCopy {
     BlockId borrowed, local;
 };
 
-// A whole block that a step takes from one extent to another, through the layer-stream cache.
+// A whole block that a step moves from one extent to another, through the layer-stream cache.
 struct BlockMove {
     BlockId from, to;
 };
 
-// A block that goes down to storage, and where its bytes lie: in our pool, or in that of the lender of a link.
+// A block that goes down to storage. Its bytes lie in our pool, or in the pool of a link's lender.
 struct StoredBlock {
     BlockKey key;
     int group;
-    int link;  // kNone: ours
+    int link;  // kNone: our pool
     int64_t offset_bytes;
 };
 
-// A block that comes up from storage: for which of a prompt's keys, and where its bytes are wanted in the pool.
+// A block that comes up from storage, and the place in the pool for its bytes.
 struct LoadingBlock {
-    int index;
+    int index;  // of its key among the prompt's
     int group;
     BlockId block;
     int64_t offset_bytes;
@@ -73,9 +73,9 @@ struct ResidentBlock {
     Place place;
 };
 
-// The back of a prefix, which storage loads from its last block on. `here` is the first block from which on all that
-// the prefix needs is here, `coming` the first from which on all of it is here or loading; the length of the prefix if
-// its last block is not.
+// The back of a prefix, which storage loads from the last block to the first. From block `here` on, every block that
+// the prefix needs is here; from block `coming` on, every one is here or loading. Both are the length of the prefix if
+// that does not even hold for its last block.
 struct Back {
     int here, coming;
 };
@@ -92,18 +92,19 @@ struct LocalMove {
     BlockId from, to;
 };
 
-// Blocks that tables would let go of, in the local pool and below it.
+// The number of blocks that tables would let go of, in the local pool and below it.
 struct Gain {
     int local = 0, staged = 0;
 };
 
-// The blocks that stay available when others are taken: so many in every group, and more in full-attention groups.
+// The number of blocks that must stay available when others are taken: `each` in every group, and `full` more in
+// full-attention groups.
 struct Spare {
     int each = 0, full = 0;
     int of(const GroupSpec& spec) const { return each + (spec.window == 0 ? full : 0); }
 };
 
-// The blocks that are about to be taken, per group.
+// The number of blocks that are about to be taken, per group.
 struct Portions {
     std::vector<int> local, staged;  // taken in the pool, and further down
     std::vector<int> wanted;         // `local`, and the local blocks that must stay available beside them
@@ -111,7 +112,7 @@ struct Portions {
 
 class KvCache {
   public:
-    // `extents_for_windows`: how many of the extents that groups share never stage borrowed blocks.
+    // `extents_for_windows`: the number of shared extents that never stage borrowed blocks.
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
             const std::vector<Link>& borrow_links, int extents_for_windows = 0);
 
@@ -127,85 +128,90 @@ class KvCache {
     // Gives an empty table the longest usable cached prefix of `keys`. A prefix is usable if every full-attention group
     // has all its blocks, and every sliding-window group its tail.
     PrefixMatch acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
-    // Gives an empty table the longest prefix that can be used and lies in the local pool, its bytes there; returns how
-    // many blocks that are.
+    // Gives an empty table the longest usable prefix whose blocks lie in the local pool and are not loading. Returns
+    // its length in blocks.
     int acquire_local_prefix(BlockTable& table, std::span<const BlockKey> keys);
     // Whether the prefix index knows every block of a table.
     bool is_indexed(const BlockTable& table) const;
-    // How many of the first keys the index knows, whether or not they are of use; `before`: how many it was before.
+    // The number of leading keys that the index knows, usable or not. `before`: the number that it knew at the last
+    // call.
     int count_known(std::span<const BlockKey> keys, int before) const;
-    // The keys that the index has got to know since the last call; some may be gone again, and of thousands the first.
+    // Returns the keys that entered the index since the last call: at most the first few thousand. Some may have left
+    // it again.
     std::vector<BlockKey> take_news() { return index_.take_news(); }
     // Whether any block is loading.
     bool has_loading() const;
-    // Whether such a prefix has blocks that are loading: a request that wants it waits until they are there.
+    // Whether the longest usable prefix of `keys` has blocks that are loading. A request that wants it waits for them.
     bool is_loading(std::span<const BlockKey> keys) const;
-    // Returns the ascending numbers of a table's blocks that are borrowed in some group.
+    // Returns the indices of a table's blocks that are borrowed in some group, in ascending order.
     std::vector<int32_t> borrowed_blocks(const BlockTable& table) const;
-    // Adds blocks so that tokens up to `chunk_end` can be written, in full-attention groups up to `prompt_end`, and
-    // leaves `spare` blocks available; or changes nothing and returns false. Takes local blocks before borrowed ones,
-    // and moves cached blocks out of their way.
+    // Adds blocks so that tokens up to `chunk_end` can be written (in full-attention groups up to `prompt_end`) and
+    // `spare` blocks stay available. Takes local blocks before borrowed ones, and moves cached blocks out of their way.
+    // Returns false, with nothing changed, if there is no room.
     bool extend(BlockTable& table, int chunk_end, int prompt_end, Spare spare);
-    // The end of the longest chunk, of one that ends at `chunk_end`, for which extend() finds room in the
-    // sliding-window groups, and in groups that share extents with them.
+    // Returns the largest end up to `chunk_end` for which extend() finds room in the sliding-window groups, and in
+    // groups that share extents with them.
     int window_room_end(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const;
-    // Lets extend() find the room that it lacks where groups share extents, if that is only because a few used blocks
-    // keep extents from changing hands: these blocks move to where others of their group are free or cached. False:
-    // that does not help. `tables`: of all requests that hold blocks.
+    // Makes the room that extend() lacks, if groups share extents and a few used blocks keep extents from changing
+    // hands: these blocks move to free or cached blocks of their group. Returns false if that does not help. `tables`:
+    // the tables of all requests that hold blocks.
     bool compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                  std::span<BlockTable* const> tables);
-    // The tokens that a table's blocks have room for in every group.
+    // The number of tokens for which a table's blocks have room in every group.
     int capacity(const BlockTable& table) const;
     // Whether free local blocks suffice for `num_tokens` tokens of a table, and `spare` more are left in every group.
     bool has_free(const BlockTable& table, int num_tokens, int spare) const;
-    // The first group in which extend() finds no room; kNone: it finds room in all of them.
+    // Returns the first group in which extend() finds no room; kNone if it finds room in all of them.
     int short_group(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const;
-    // How many of `tables`, from the first, must let go of their blocks before extend() finds room, where each of them
-    // that does so lessens `spare` by one; kNone: all of them do not suffice. Blocks may have to move; see compact().
+    // Returns the number of `tables`, from the first on, that must let go of their blocks before extend() finds room;
+    // kNone if all of them do not suffice. Each that lets go lessens `spare` by one. Blocks may have to move: see
+    // compact().
     int releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                         std::span<const BlockTable* const> tables) const;
     // Whether extend() would find the room that it lacks if nothing were loading. Blocks may have to move; see
     // compact().
     bool is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const;
-    // Grows whenever extend() may find room in a group, or acquire_prefix() find more so that less is needed there,
-    // where it did not before; other than by a commit of the very blocks that are looked for. kNone: in any group.
+    // A number that grows whenever extend() may newly find room in a group, or acquire_prefix() a longer prefix, so
+    // that less room is needed. A commit of the very blocks that are looked for does not count. kNone: any group.
     int64_t room_version(int group) const;
-    // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as far as that leaves `spare`
-    // local blocks available: what stays borrowed is streamed for every token.
+    // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as long as `spare` local
+    // blocks stay available. Blocks that stay borrowed are streamed for every token.
     void promote(BlockTable& table, int spare, int max_blocks);
-    // The bytes of the table's first `num_blocks` full blocks, which are those of `tokens` in the namespace of `root`,
-    // are written: they enter the prefix index. Where it already has equal bytes the table changes to them.
+    // Enters the table's first `num_blocks` full blocks in the prefix index; their bytes are written. They hold
+    // `tokens` in the namespace of `root`. If the index already has an equal block, the table takes that one instead.
     void commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks, std::span<const TokenId> tokens,
                 const BlockKey& root);
-    // Keeps the tails of the first `length` keys' end in the sliding-window groups before others, if they are there.
+    // Keeps the boundary after the first `length` keys: in the sliding-window groups its tails, if they are here, are
+    // evicted after blocks that are worth less.
     void keep_boundary(std::span<const BlockKey> keys, int length, Worth worth);
-    // Takes a free local block of each group for a key that the prefix index does not know, and whose bytes are on
-    // their way; or returns none.
+    // Takes a free local block of each group for a key that the prefix index does not know and whose bytes are on
+    // their way. Returns an empty list if it knows the key or there is no room.
     std::vector<BlockId> begin_loading(const BlockKey& key);
-    // The bytes have come, or never will. Throws std::invalid_argument unless these blocks are loading.
+    // Notes that the bytes have come, or never will. Throws std::invalid_argument unless these blocks are loading.
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
-    // Lets go of what lies below the tail of the last full block's end, and one block more: a prompt that ends with
-    // that block can use no longer prefix than the one before it.
+    // Lets go of the window blocks before the tail of the last full block's end, except the last of them: a prompt that
+    // ends with that full block can only use the prefix that is a block shorter.
     void release_outside_window(BlockTable& table, int num_computed);
-    // Lets go of the blocks behind the first `num_tokens` tokens: what was written there does not count.
+    // Lets go of the blocks after the first `num_tokens` tokens; what was written to them does not count.
     void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
-    // Undoes acquire_prefix() for a request that finds no room: its blocks do not count as used now.
+    // Undoes acquire_prefix() for a request that finds no room: unless groups share extents, its blocks get back their
+    // places in the order of eviction.
     void put_back(BlockTable& table);
-    // release() while steps may still use the blocks: nothing else happens to them before these settle.
+    // Does what release() does while steps may still use the blocks: they stay as they are until these steps settle.
     void retire(BlockTable& table);
-    // A step is being planned. Steps settle in the order in which they were planned; one that has copies settles before
-    // the next is planned. The last one may be given up while it is being planned, if it has no copies.
+    // Begins to plan a step. Steps settle in the order in which they were planned; a step with copies settles before
+    // the next is planned. cancel_step() gives up the last one while it is being planned, if it has no copies.
     void begin_step();
     void cancel_step();
-    // The oldest step is over: its copies are done.
+    // Ends the oldest step, whose copies are done.
     void settle();
-    // The only step is over and its copies may have failed: what they wrote is forgotten. No table may hold blocks.
+    // Ends the only step, whose copies may have failed: what they wrote is forgotten. No table may hold blocks.
     void settle_failed();
     // Frees every cached block, and forgets what is loading.
     void reset();
 
-    // Whether one sequence could have so many blocks, num_blocks(group) of each group, now if it were alone.
+    // Whether one sequence could now have num_blocks(group) blocks of each group if it were alone.
     template <class NumBlocks>
     bool could_hold(NumBlocks&& num_blocks) const {
         std::vector<int> counts;
@@ -215,13 +221,13 @@ class KvCache {
             if (counts[g] > most_of_one_sequence(g)) return false;
         return true;
     }
-    // The group's local blocks that are not lent; where groups share extents, those that it could have.
+    // The number of the group's local blocks that are not lent; if groups share extents, the number that it could have.
     int num_home_blocks(int group) const;
-    // Returns how many of the extents that groups share are not lent.
+    // The number of shared extents that are not lent.
     int num_home_extents() const { return num_home_blocks(0) / groups_[0].spec.blocks_per_extent; }
-    // These make the layer-stream cache follow what is borrowed (paper Eqs. 4 and 5), one whole block at a time, as far
-    // as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain: they need the
-    // same room.
+    // These fit the layer-stream cache to the blocks that are borrowed (paper Eqs. 4 and 5), one whole block at a time,
+    // as far as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain: they
+    // need the same room.
     void shrink_staging();
     void grow_staging();
     bool must_resize_staging() const;
@@ -229,8 +235,8 @@ class KvCache {
     int32_t staging_layer_block(int group, int index) const;  // layer-block index
 
     // ---- lending and borrowing ----
-    // Those that name a link or extents throw std::invalid_argument, with nothing changed, where there is no such link
-    // or extent, an extent is named twice, or it is not in the state that the call is for.
+    // Functions that take a link or extents throw std::invalid_argument, with nothing changed, if the link or an extent
+    // does not exist, an extent is named twice, or it is not in the state that the call is for.
     std::vector<int> lend(int lend_link, int max_extents, bool or_cached);
     void take_back(int lend_link, std::span<const int32_t> extents);
     void borrow(int borrow_link, std::span<const int32_t> extents);
@@ -238,76 +244,77 @@ class KvCache {
     void lose(int borrow_link);
     std::vector<int> take_returned(int borrow_link);
     bool is_draining() const;
-    // Moves what recalled extents hold to local blocks, used ones also to extents that stay, and forgets cached blocks
-    // for which there is no room; false, with nothing moved, if there is no room for used ones. `tables`: of all
-    // requests that hold blocks.
+    // Moves the blocks in recalled extents to local blocks, or, if they are used, to extents that stay. Forgets cached
+    // blocks for which there is no room. Returns false, with nothing moved, if there is no room for the used ones.
+    // `tables`: the tables of all requests that hold blocks.
     bool drain(std::span<BlockTable* const> tables);
-    // Drops moves between extents whose holders have stopped while the step was planned: they are not worth a place in
-    // the layer-stream cache.
+    // Drops moves between extents of blocks that have lost their holders while the step was planned: they are not worth
+    // a place in the layer-stream cache.
     void forget_idle_moves();
-    // Whether a block lies in a lost extent, or should have come from there.
+    // Whether a block lies in a lost extent, or was to be copied from one.
     bool is_lost(int group, BlockId block) const;
     bool holds_lost(const BlockTable& table) const;
-    // Returns the blocks, with their groups, of a table's first `num_blocks` entries whose bytes the last step planned
-    // gets from peers.
+    // Returns, as (group, block), those of a table's first `num_blocks` blocks whose bytes the step planned last copies
+    // in from peers.
     std::vector<std::pair<int, BlockId>> arrivals(const BlockTable& table, int num_blocks) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
     // ---- storage ----
     void set_write_policy(WritePolicy policy);
-    // Returns up to so many blocks that are to be written to storage.
+    // Returns up to `max_blocks` blocks that are to be written to storage.
     std::vector<StoredBlock> take_offers(int max_blocks);
-    // Offers the blocks of a prefix that are here, without waiting as the policy does.
+    // Offers the blocks of a prefix that are here now, whatever the policy waits for.
     void offer_prefix(std::span<const BlockKey> keys);
     const Offers& offers() const { return offers_; }
     // Whether each key has a block here: [keys][groups].
     std::vector<uint8_t> residency(std::span<const BlockKey> keys) const;
-    // The length of the longest prefix that could be used, in blocks, if these blocks were there: [keys][groups].
+    // The length, in blocks, of the longest prefix that could be used if these blocks were here: [keys][groups].
     int usable_length(std::span<const uint8_t> is_there) const;
-    // How many of the first keys' full-attention blocks the local pool has room for, were nothing else there: the most
+    // The number of leading keys whose full-attention blocks would fit the local pool if it held nothing else: the most
     // that can be loaded.
     int local_room(std::span<const BlockKey> keys) const;
-    // Takes blocks for all that the prefix `keys` needs from block `first` on and that is not here, and leaves `spare`
-    // blocks available; or changes nothing and returns none. Forgets cached blocks for them if it may, but none of the
-    // prefixes `kept`.
+    // Takes blocks for everything that the prefix `keys` needs from block `first` on and that is not here, and leaves
+    // `spare` blocks available. If it may evict, cached blocks make room, but none of the prefixes `kept`. Returns an
+    // empty list, with nothing changed, if there is no room.
     std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
                                          std::span<const std::span<const BlockKey>> kept);
-    // The back of the prefix `keys` behind its first `num_before` blocks, of which only local blocks count: in
-    // sliding-window groups the tail of its end.
+    // Returns the back of the prefix `keys`, after its first `num_before` blocks. Only local blocks count as here. Of
+    // sliding-window groups the prefix needs the tail of its end.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
-    // The bytes of what a prefix of `length` blocks needs of blocks `begin` to `end`.
+    // The bytes of those blocks from `begin` to `end` that a prefix of `length` blocks needs.
     int64_t needed_bytes(int begin, int end, int length) const;
-    // Replaces the blocks of a table that it has not committed by those of `keys`, of which all that the prefix needs
-    // are here, and keeps the boundary at their end.
+    // Replaces the blocks of a table that are not committed by those of `keys`, and keeps the boundary at their end.
+    // All blocks that the prefix needs must be here.
     void take_back(BlockTable& table, std::span<const BlockKey> keys);
     // Throws std::invalid_argument unless these blocks are loading, each named once.
     void check_loading(std::span<const LoadedBlock> blocks) const;
-    // Nobody waits for these blocks any more; their bytes may still be on their way.
+    // Takes these blocks out of the prefix index, so that no request waits for them; their bytes may still arrive.
     void forget_loading(std::span<const LoadedBlock> blocks);
-    // The bytes of blocks that were loading have come, or never will.
+    // Notes that the bytes of these blocks have come, or never will.
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
 
-    // The seconds since a block was evicted; none if it was not, or longer ago than is remembered.
+    // The seconds since a block was evicted; nullopt if it was not, or longer ago than is remembered.
     std::optional<double> evicted_age_s(const BlockKey& key) const { return evictions_.age_s(key); }
 
     // ---- events ----
     KvEventLog& events() { return events_; }
-    // Remembers the tokens of blocks that are loading, for the event that tells of them.
+    // Remembers the tokens of blocks that are loading, for the events that will report these blocks.
     void describe_loading(std::span<const LoadingBlock> loading, std::span<const TokenId> tokens, const BlockKey& root,
                           std::span<const BlockKey> keys);
     std::vector<ResidentBlock> resident_blocks() const;
 
-    // Copies that the last step planned makes before anything else, layer by layer.
+    // The copies that the step planned last makes before anything else, layer by layer.
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
     const std::vector<BlockMove>& moves_across(int group) const { return groups_[group].moves_across; }
     bool has_copies() const;
-    // Moves within the pool that the last step planned makes before anything else, in this order.
+    // The moves within the pool that the step planned last makes before anything else, in this order.
     const std::vector<LocalMove>& local_moves() const { return local_moves_; }
 
     std::vector<GroupStats> stats() const;
     const BlockPool& pool(int group) const { return groups_[group].pool; }
-    // `tables` and `keys` of all requests that hold blocks. Throws std::runtime_error on any disagreement.
+    // Checks all invariants. `tables` and `keys`: of all requests that hold blocks. Throws std::runtime_error if one is
+    // violated.
     void check(std::span<const BlockTable* const> tables, std::span<const std::vector<BlockKey>* const> keys) const;
 
   private:
@@ -317,19 +324,19 @@ class KvCache {
     };
     struct Group {
         GroupSpec spec;
-        int num_tail;  // of a window group: blocks that must be resident before a match's end
+        int num_tail;  // of a window group: the number of blocks before a match's end that must be resident
         BlockPool pool;
         std::vector<int> borrow_links;             // the engine's numbers of the pool's links
         std::vector<BlockId> staging = {};         // the blocks of the layer-stream cache
-        int num_fresh = 0;                         // the last of them, which this step still copies from
-        int64_t num_unfreshed = 0;                 // how many ever ceased to be fresh
+        int num_fresh = 0;                         // the last so many of them: this step still copies from them
+        int64_t num_unfreshed = 0;                 // the number that have ever ceased to be fresh
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
         std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
     };
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
-    // `is_there(group, block)` says whether a block that the index has may be used.
+    // `is_there(group, block)` returns whether a block that the index has may be used.
     template <class IsThere>
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path, IsThere&& is_there) const;
     PrefixMatch match(std::span<const BlockKey> keys, std::vector<NodeId>& path) const;
@@ -388,7 +395,7 @@ class KvCache {
     int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group, Gain gain) const;
-    int num_unstaged(int group) const;  // blocks that could be staged beside those in use; below 0: as many cannot
+    int num_unstaged(int group) const;  // blocks that could be staged beside those in use; < 0: so many cannot
     int overdraft(int group, Gain gain = {}) const;
     int staging_target(int group) const;
     int most_of_one_sequence(int group) const;
@@ -401,7 +408,7 @@ class KvCache {
     bool is_moving_across(int group, BlockId block) const;
     BlockId move_in(int group, BlockId borrowed);
     BlockId move_across(int group, BlockId borrowed);
-    // The blocks of a state in extents that are leaving.
+    // Returns the blocks of a state in recalled or lost extents.
     std::vector<BlockId> leaving(int group, BlockState state) const;
     std::optional<Portions> portions_of_drain(std::span<const std::vector<BlockId>> used) const;
     void drain_cached(int group, const std::vector<BlockId>& leaving, int num_local);
@@ -410,7 +417,7 @@ class KvCache {
     void lose_link(LinkOfGroup lost) noexcept;
     void let_go(int group, BlockId block);
     void adopt(int group, int32_t& entry, NodeId node, const BlockText& text);
-    // The one place where the block of a node changes.
+    // Changes the block of a node. No other function does, except compaction within the pool.
     void point_to(NodeId node, int group, BlockId block, const BlockText& text = {}) {
         if (events_.is_on()) tell(node, group, block, text);
         index_.set_block(node, group, block);
@@ -453,13 +460,13 @@ class KvCache {
     std::vector<LocalMove> local_moves_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false, has_windows_ = false;
-    int64_t num_window_losses_ = 0;  // matches that may have become shorter, and need fewer blocks of a window
+    int64_t num_window_losses_ = 0;  // times that matches may have become shorter, to need fewer blocks of a window
     PrefixIndex index_;
     Boundaries boundaries_;
     Offers offers_;
     KvEventLog events_;
     Evictions evictions_;
-    int num_steps_ = 0;         // begun and not settled
+    int num_steps_ = 0;         // that are begun and not settled
     std::vector<NodeId> path_;  // scratch of acquire_prefix
 };
 

@@ -1,4 +1,4 @@
-// Names the places where blocks can lie, and says what each is like.
+// The places where blocks can lie, and the traits of each.
 #pragma once
 
 #include <array>
@@ -6,15 +6,15 @@
 
 namespace swiftkv {
 
-// In order: a cached block that must leave a place goes to one further down, or is forgotten; of two copies of a block
-// the one further up is kept.
+// The places in order, from the top down. A cached block that must leave a place goes to one further down, or is
+// forgotten. Of two copies of a block, the one further up is kept.
 enum class Place : uint8_t { kLocal, kPeer, kHost };
 
 struct PlaceTraits {
     const char* name;
     bool is_attended;  // attention reads blocks where they lie
     bool is_staged;    // a step that reads blocks stages them, one layer at a time
-    bool is_lossless;  // blocks come back with the bytes with which they went
+    bool is_lossless;  // blocks come back with the same bytes
     bool is_durable;   // blocks outlive the process
 };
 inline constexpr std::array kPlaces = {

@@ -1,4 +1,4 @@
-// Which request goes first, which one makes room for others, and how much of a prompt one step takes.
+// The policy: which request goes first, which one makes room for others, and how much of a prompt one step takes.
 #pragma once
 
 #include <optional>
@@ -15,7 +15,7 @@ namespace swiftkv {
 // Decides which request is next, which must leave, and how much fits. It changes nothing: the step builder acts on it.
 class Policy {
   public:
-    // Requests run in this order, and make room for others from its end: lower priority first, then earlier arrival.
+    // The order of running requests: lower priority first, then earlier arrival. The last one makes room for others.
     struct Order {
         bool operator()(const Request* a, const Request* b) const;
     };
@@ -25,33 +25,34 @@ class Policy {
         : cache_(cache), limits_(limits), step_time_(step_time) {}
 
     // ---- which request is next ----
-    // Whether a block that the waiting request could then take from the cache is loading, or may be in storage, or a
-    // running request is about to compute one.
+    // Whether the waiting request should wait for a block that it could then take from the cache: the block is loading,
+    // may be in storage, or a running request is about to compute it.
     bool is_prefix_coming(const Request& request, Running running) const;
-    // Whether nobody behind the first waiting request for which there is no room may go before it. It changes with
-    // time: it holds others up for a second, lets them by for two, holds them up for four, and so on. So nobody waits
-    // for ever, and at any time others have had a good part of it.
+    // Whether the first waiting request that finds no room holds up those after it. The answer changes with time: it
+    // holds others up for 1 s, lets them by for 2 s, holds them up for 4 s, and so on. So no request waits for ever,
+    // and others always get a good part of the time.
     bool holds_up_others(const Request& request, double now_s) const;
-    // How many waiting requests one step looks at, and for how many of them it finds no room, before it gives up.
+    // The number of waiting requests that one step looks at, and the number that may find no room, before it gives up.
     int max_looks() const { return 256; }
     int max_refusals() const { return 16; }
     // Whether there would be room for the request if it were alone.
     bool could_hold(const Request& request) const;
-    // Whether the request needs a step of its own: its prompt is not split, and longer than the budget of a step.
+    // Whether the request needs a step of its own: its prompt is not split, and is longer than the budget of a step.
     bool is_oversized(const Request& request) const;
-    // Whether the waiting request may begin beside prompts that are computed in part. Those of lower classes do not
-    // count.
+    // Whether the waiting request may begin beside the prompts that are computed in part. Prompts of lower classes do
+    // not count.
     bool may_begin(const Request& request, Running running) const;
 
     // ---- which request must leave ----
-    // The running request that is preempted when others need room.
+    // Returns the running request that is preempted when others need room.
     Request& victim(Running running) const;
-    // Whether requests of this priority are of a higher class than some that run.
+    // Whether requests of this priority have a higher class than some running request.
     bool outranks_some(int64_t priority, Running running) const;
-    // The running requests that give way to a waiting one of a higher class, in the order in which they leave: the
-    // lowest class first; in it those without a token, whose clients notice least; of these the latest begun. Batch
-    // work always gives way. Others that were displaced before do so once they have got another token: so each gets on,
-    // however many of a higher class come. Those whose `begun` is `num_begun` or more have only just begun, and stay.
+    // Returns the running requests that give way to a waiting one of a higher class, in the order in which they leave:
+    // the lowest class first; within a class, requests without a token first, because their clients notice least; then
+    // the latest begun. Batch work always gives way. Other requests that were displaced before give way only once they
+    // have got another token: so each makes progress, however many requests of a higher class come. Requests whose
+    // `begun` is `num_begun` or more have only just begun, and stay.
     std::vector<Request*> those_that_give_way(const Request& waiting, Running running, int64_t num_begun) const;
 
     // ---- how much fits ----
@@ -59,44 +60,46 @@ class Policy {
     int token_budget() const { return limits_.max_num_batched_tokens; }
     // Whether several steps may compute one prompt.
     bool splits_prompts() const { return limits_.enable_chunked_prefill; }
-    // The seconds that a step may take whose decodes are `decodes`. Prompts get at least as much time as they.
+    // The most seconds that a step with these decodes may take. Prompts get at least as much time as the decodes.
     double time_limit_s(const StepWork& decodes) const;
-    // Whether a step of `limit_s` with `work` has time for a block of a prompt; for the first one it has.
+    // Whether a step of `limit_s` with `work` has time for a block of a prompt; always true for the first prompt.
     bool has_time(const StepWork& work, double limit_s) const;
-    // The tokens of a prompt that a step with `work` takes when it has `budget` left, and time until `limit_s`: at
-    // least a block of it, and more than fits where it must be whole.
+    // The number of a prompt's tokens that a step with `work` takes when it has `budget` tokens left and may take
+    // `limit_s`: time is found for at least one block. A prompt that is not split is taken whole, even if it is too
+    // long.
     int first_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
     int next_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
-    // How fast prompts are expected to be computed beside those that run; nothing before it can be known.
+    // The speed at which prompts are expected to be computed beside the running requests; nullopt while step times are
+    // not known.
     std::optional<double> prefill_tokens_per_s(Running running) const;
-    // The seconds that tokens `begin` to `end` of a prompt are expected to take beside those that run; nothing as
-    // above.
+    // The seconds that tokens `begin` to `end` of a prompt are expected to take beside the running requests; nullopt
+    // while step times are not known.
     std::optional<double> prefill_s(int begin, int end, Running running) const;
-    // How much of its draft a request computes behind its last token, which the step has: at most `most`. A draft
-    // follows what is known.
+    // The number of its draft's tokens, at most `most`, that a request computes after its last token, which must be
+    // known and in the step.
     int draft_length(const Request& request, int most) const;
     // The most tokens that one step samples, drafts included: there is memory for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }
-    // How much of a chunk of `wanted` tokens the sliding-window groups have room for, beside `spare` blocks and those
-    // of the other groups up to `prompt_end`: a chunk shrinks before a request waits.
+    // The part of a chunk of `wanted` tokens for which the sliding-window groups have room, beside `spare` blocks and
+    // the blocks of the other groups up to `prompt_end`. A chunk shrinks before a request waits.
     int fitting_chunk(const Request& request, int wanted, int prompt_end, Spare spare) const;
-    // The blocks that stay available in every group when a request is admitted: a next one for each that runs, so that
-    // the admitted one is not preempted soon.
+    // The number of blocks that stay available in every group when a request is admitted: one for each running request,
+    // so that the admitted one is not preempted soon.
     int spare_blocks(Running running) const { return static_cast<int>(running.size()); }
     // ---- what is kept ----
-    // Calls visit(length, worth) for the boundaries of a request that are kept, of those behind its first `from` blocks
-    // and up to `to` blocks: its prompt's end, where it left another's path, and regular ones.
+    // Calls visit(length, worth) for the boundaries to keep between the first `from` and `to` blocks of a request: the
+    // end of its prompt, the place where it left another request's path, and regular ones.
     template <class Visit>
     void for_each_boundary(const Request& request, int from, int to, Visit&& visit) const;
 
-    // The blocks of a decoding request that one step may move into the local pool, so that the step stays short.
+    // The most blocks of a decoding request that one step moves into the local pool, so that the step stays short.
     int max_promoted_blocks() const { return 32; }
 
   private:
     bool is_long(int num_left) const;
     int timely_chunk(const Request& request, const StepWork& work, double limit_s) const;
     static StepWork decodes_of(Running running);
-    // The tokens of a prompt, behind its first `begin`, that are expected to fit into a step with `decodes`.
+    // The number of a prompt's tokens, after its first `begin`, that are expected to fit into a step with `decodes`.
     int chunk_beside(const StepWork& decodes, int begin) const;
 
     const KvCache& cache_;

@@ -1,4 +1,4 @@
-// Which full blocks are known, by key: one node per block of tokens, with the block of each KV group that is resident.
+// The index of known full blocks by key: one node per block of tokens, with the resident block of each KV group.
 #pragma once
 
 #include <span>
@@ -14,19 +14,19 @@ namespace swiftkv {
 // sliding-window group may lack its block where others have theirs.
 class PrefixIndex {
   public:
-    // `max_nodes`: no more than the blocks of all groups, as a node holds at least one.
+    // `max_nodes`: the number of blocks of all groups suffices, because a node has at least one.
     PrefixIndex(int num_groups, int max_nodes);
 
     NodeId find(const BlockKey& key) const;
     NodeId find_or_insert(const BlockKey& key);
-    void erase(NodeId node);  // which holds no block any more
-    // The keys that were inserted since the last call, at most kMaxNews of them, the first ones.
+    void erase(NodeId node);  // it must have no block any more
+    // Returns the first kMaxNews keys that were inserted since the last call.
     std::vector<BlockKey> take_news() { return std::exchange(news_, {}); }
     // Calls visit(i, node) for i = 0, 1, … with find(keys[i]) until it returns false. Hides memory latency.
     template <class Visit>
     void find_each(std::span<const BlockKey> keys, Visit&& visit) const;
 
-    // kNone: the node lacks its block in that group.
+    // Returns the node's block in that group; kNone if it has none.
     BlockId block(NodeId node, int group) const { return blocks_[cell(node, group)]; }
     void set_block(NodeId node, int group, BlockId block) { blocks_[cell(node, group)] = block; }
     bool is_empty(NodeId node) const;
@@ -43,11 +43,11 @@ class PrefixIndex {
 
     struct Node {
         BlockKey key;
-        NodeId next;  // in the same bucket; in the list of free nodes if it is one
+        NodeId next;  // in the same bucket, or in the list of free nodes
     };
     size_t cell(NodeId node, int group) const {
         const size_t cell = static_cast<size_t>(node) * num_groups_ + group;
-        ensure(cell < blocks_.size(), "a node is one of the index's");  // kNone is not
+        ensure(cell < blocks_.size(), "a node is one of the index's");  // fails for kNone
         return cell;
     }
     // Keys are uniformly random, so any bits of them are a hash.
@@ -70,7 +70,7 @@ inline NodeId PrefixIndex::find_in(NodeId node, const BlockKey& key) const {
 
 template <class Visit>
 void PrefixIndex::find_each(std::span<const BlockKey> keys, Visit&& visit) const {
-    constexpr size_t kNear = 16, kFar = 32;  // how many keys ahead a node and a bucket are prefetched
+    constexpr size_t kNear = 16, kFar = 32;  // nodes and buckets are prefetched so many keys ahead
     const size_t n = keys.size();
     for (size_t i = 0; i < n; ++i) {
         if (i + kFar < n) __builtin_prefetch(&buckets_[bucket(keys[i + kFar])]);

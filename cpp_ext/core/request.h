@@ -26,52 +26,52 @@ struct NewRequest {
     int64_t priority;
     double arrival_s = 0;                                         // by the clock of schedule()
     double deadline_s = std::numeric_limits<double>::infinity();  // of its first token, by the same clock
-    int flow = 0;                                                 // whose share it takes, below FairShare::kMaxFlows
+    int flow = 0;                                                 // whose share it uses; below FairShare::kMaxFlows
     double flow_weight = 1;
 };
 
 struct Request {
     RequestId id;
     int64_t priority;
-    uint64_t arrival = 0;  // its number
-    int64_t begun = 0;     // its number among those that have begun, when it did so last
+    uint64_t arrival = 0;  // its number in the order of arrival
+    int64_t begun = 0;     // its number in the order of beginning, when it began last
     double arrival_s;
     double deadline_s;
     int flow;
     int prompt_len;
-    int last_len;  // the number of tokens at which it has reached a limit
+    int last_len;  // the number of tokens at which it ends
     int min_tokens;
     bool skip_prefix_match;
     Hash root_key = {};
     std::vector<TokenId> stop_token_ids;
 
-    std::vector<TokenId> tokens;      // the prompt, then what was sampled
-    std::vector<TokenId> draft = {};  // guesses at what follows `tokens`
+    std::vector<TokenId> tokens;      // the prompt, then the sampled tokens
+    std::vector<TokenId> draft = {};  // guesses at the tokens after `tokens`
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
-    int num_shared_blocks = 0;  // full blocks before it left what others had computed, if it did so in its prompt
+    int num_shared_blocks = 0;  // full blocks that the index knew before its prompt left them; 0 if it did not
     int num_computed = 0;       // tokens whose KV is in the blocks
-    int num_cached = 0;         // of them, found in the prefix cache at admission
-    std::vector<int32_t> borrowed_hits = {};  // of their blocks, those that were found in borrowed memory
-    int num_window_missed = 0;                // behind them, known at admission, but without the tail of their end
+    int num_cached = 0;         // prompt tokens that were found in the prefix cache at admission
+    std::vector<int32_t> borrowed_hits = {};  // the blocks of these tokens that were found in borrowed memory
+    int num_window_missed = 0;                // tokens after these, known at admission, but of no use without a tail
     int load_end = 0;  // the end, in blocks, of what storage loads for it before it begins; 0: nothing, or it has begun
     int back_end = 0;  // the end, in blocks, of the back that storage loads while the front is computed; 0: none
     double begun_s = 0;         // when a step first had the request
-    double front_slowness = 0;  // how long its front took beside what was predicted; 0: not known yet
-    int num_scheduled = 0;      // tokens that steps in progress compute, or the one being planned
-    int num_unknown = 0;        // rows of steps in progress that sample: each brings a token behind `tokens`, or more
+    double front_slowness = 0;  // the time that its front took, over the prediction; 0: not known yet
+    int num_scheduled = 0;      // tokens that the steps in progress and the one being planned compute
+    int num_unknown = 0;        // rows of these steps that sample: each adds at least one token to `tokens`
     int slot = kNone;           // row slot while running
-    int displaced_len = 0;      // its tokens when it was displaced last
+    int displaced_len = 0;      // the number of its tokens when it was displaced last
     bool was_admitted = false;
-    bool is_in_step = false;      // the one being planned
-    bool is_held = false;         // it waits to hear from storage
+    bool is_in_step = false;      // the step being planned has it
+    bool is_held = false;         // it waits for an answer from storage
     bool is_lost = false;         // steps in progress have it, and a block that they read or write is gone
-    bool awaits_loads = false;    // it runs, and gets the blocks that it lacks when those that are loading are here
-    double stuck_since_s = -1;    // while it waits for room that is not there even if it were alone
+    bool awaits_loads = false;    // it runs, and will get the blocks that it lacks when loads have ended
+    double stuck_since_s = -1;    // while it waits, and would have no room even if it were alone
     double refused_since_s = -1;  // while it is the first that waits for room, and others might go before it
 
     // While it waits:
-    int num_expected = 0;  // tokens that the prefix cache had of it when that was looked up last
+    int num_expected = 0;  // tokens of it that the prefix cache had when they were looked up last
     int lane = 0;          // of the queue
     double rank = 0;       // within the lane
 
@@ -79,28 +79,28 @@ struct Request {
     bool has_answer() const { return num_known() > prompt_len; }
     int num_tokens() const { return num_known() + num_unknown; }
     int num_planned() const { return num_computed + num_scheduled; }
-    // Tokens to compute, as far as is known while it waits; at least one.
+    // The number of tokens to compute, as far as is known while it waits; at least 1.
     int num_left() const { return std::max(1, num_remaining() - num_expected); }
-    // Below 1 while a step in progress has a draft: what comes behind it is not known before the step is over.
+    // Below 1 while a step in progress has a draft: the token after it is not known before the step is over.
     int num_remaining() const { return num_tokens() - num_planned(); }
-    // Whether part of its prompt is left to compute, other than its last token.
+    // Whether more of its prompt is left to compute than the last token.
     bool is_prompt_in_part() const { return num_unknown == 0 && num_remaining() > 1; }
     // Whether a step in progress samples its last token.
     bool is_ending() const { return num_unknown > 0 && num_tokens() >= last_len; }
-    // The blocks of it that the prefix cache may hold. The last block of a prompt is never matched whole: its last
-    // token must be computed to have a successor.
+    // The number of its blocks that may be taken from the prefix cache: never its last token, which must be computed
+    // to sample the next one.
     int max_match_blocks(int block_size) const {
         return std::min(static_cast<int>(keys.size()), (num_tokens() - 1) / block_size);
     }
 
     // Adds the keys of the blocks that are full by now.
     void extend_keys(const SchedulerLimits& limits);
-    // Adds a token that was sampled, and forgets the draft, which followed the token before. Returns whether the
+    // Appends a sampled token, and forgets the draft, which followed the token before. Returns whether, and why, the
     // request ends with it.
     FinishReason append(TokenId token, const SchedulerLimits& limits);
 };
 
-// Whether all of these are tokens: a number below 0 stands for one that a step in progress samples.
+// Whether none of these is below 0: such a number stands for a token that a step in progress samples.
 bool are_tokens(std::span<const TokenId> ids);
 // Throws std::invalid_argument unless a scheduler with these limits can serve the request.
 void check_request(const NewRequest& request, const SchedulerLimits& limits);
@@ -108,15 +108,15 @@ std::unique_ptr<Request> make_request(const NewRequest& request, const Scheduler
 
 // The part of one request in one step.
 struct StepRow {
-    Request* request;  // null: the row does not count any more
+    Request* request;  // null: the row no longer counts
     RequestId id;
     int num_tokens;
-    bool samples;                                        // behind its last known token, and behind each guess
+    bool samples;                                        // after its last known token, and after each guess
     std::vector<TokenId> draft = {};                     // its last tokens, which are guesses
-    bool is_dropped = false;                             // the request goes on without it
+    bool is_dropped = false;                             // the request goes on without this row
     std::vector<std::pair<int, BlockId>> arrivals = {};  // as in KvCache
 
-    // The tokens of the row that it samples behind are its last ones.
+    // The number of tokens after which the row samples: its last ones.
     int num_samples() const { return samples ? 1 + static_cast<int>(draft.size()) : 0; }
 };
 

@@ -21,9 +21,9 @@ class Roster {
     Roster(KvCache& cache, Demand& demand, const AdmissionOrder& order, FairShare& shares, int max_num_seqs);
 
     const WaitingQueue& waiting() const { return waiting_; }
-    // Tells those that wait what the prefix cache has got to know.
+    // Tells the waiting queue which keys have entered the prefix cache.
     void note_cached() { waiting_.note_cached(cache_.take_news()); }
-    // Looks up again what the prefix cache has of those that may be next.
+    // Looks up again what the prefix cache has of the requests that may be next.
     void refresh_waiting() { waiting_.refresh(); }
     const std::vector<Request*>& running() const { return running_; }  // in Policy::Order
     int num_running() const { return static_cast<int>(running_.size()); }
@@ -34,27 +34,27 @@ class Roster {
     // Whether a running request waits for the room of blocks that are loading: then no more of them begin to load.
     bool awaits_loads() const;
 
-    // Takes a request that arrives last; it waits.
+    // Adds a request that arrives now; it waits.
     void add(std::unique_ptr<Request> request);
     // Forgets a request, which waits or runs.
     void erase(Request& request);
     // Lets a waiting request run, in the lowest free row slot.
     void start(Request& request);
-    // Sends a running request back to wait: its blocks are let go, what was sampled is kept.
+    // Sends a running request back to wait: it lets go of its blocks and keeps its sampled tokens.
     void preempt(Request& request);
-    // Does the same for the sake of a request of a higher class.
+    // Does the same in favour of a request of a higher class.
     void displace(Request& request);
 
-    // Requests that were preempted, and no plan has named yet.
+    // The number of preempted requests that no plan has named yet.
     int num_preempted() const { return static_cast<int>(preempted_.size()); }
     std::vector<RequestId> take_preempted() { return std::exchange(preempted_, {}); }
     int64_t num_preemptions_total() const { return num_preemptions_total_; }
-    // Of those, the ones that were displaced, by their class.
+    // The preemptions in favour of a higher class, by the class of the displaced request.
     const CountByClass& num_displaced_total() const { return num_displaced_total_; }
-    // How often a request has begun to run.
+    // The number of times that a request has begun to run.
     int64_t num_begun() const { return num_begun_; }
 
-    // Throws std::runtime_error on any disagreement.
+    // Throws std::runtime_error if an invariant is violated.
     void check(int max_num_seqs) const;
 
   private:
@@ -67,7 +67,7 @@ class Roster {
     std::unordered_map<RequestId, std::unique_ptr<Request>> requests_;
     WaitingQueue waiting_;
     std::vector<Request*> running_;
-    std::vector<int> free_slots_;  // a heap: lowest first
+    std::vector<int> free_slots_;  // a heap with the lowest on top
     std::vector<RequestId> preempted_;
     uint64_t num_arrived_ = 0;
     int64_t num_begun_ = 0;
