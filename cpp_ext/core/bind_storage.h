@@ -1,4 +1,4 @@
-// The parts of the binding that are about storage, about events and about pins.
+// The parts of the binding for storage, events and pins.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,7 +9,7 @@
 
 namespace swiftkv {
 
-// Block keys from bytes, of which each has 32. Throws std::invalid_argument.
+// Splits bytes into block keys of 32 bytes each. Throws std::invalid_argument if bytes are left over.
 std::vector<BlockKey> block_keys_of(nanobind::bytes keys);
 
 void bind_storage(nanobind::class_<Scheduler>& scheduler);

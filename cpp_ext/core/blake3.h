@@ -1,7 +1,7 @@
 // BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), plain and keyed, for inputs of any length.
 //
-// Written here because no package brings upstream's C to a build without a network, and to vendor it is ten times these
-// lines; tests/core/test_block_keys.py compares every kind of length with upstream's.
+// Implemented here because no package brings upstream's C code to a build without a network, and vendoring it would
+// take ten times as many lines. tests/core/test_block_keys.py compares every kind of length with upstream.
 #pragma once
 
 #include <array>

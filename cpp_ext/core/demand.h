@@ -1,4 +1,4 @@
-// How much KV cache requests want: lenders decide by it.
+// The KV cache that requests want. Lenders decide by it.
 #pragma once
 
 #include <vector>
@@ -12,31 +12,31 @@
 namespace swiftkv {
 
 // Counts, per KV group, the blocks that running and waiting requests want of the local pool. Groups that share extents
-// lend as one: the demand of the first is that of all, in its blocks, and the others have none.
+// lend together: the first group has the demand of all, counted in its blocks, and the others have 0.
 class Demand {
   public:
     Demand(const KvCache& cache, const SchedulerLimits& limits);
 
-    // A request begins to wait, or waits no longer.
+    // Notes that a request begins to wait, or stops waiting.
     void add_waiting(const Request& request);
     void remove_waiting(const Request& request);
     // Raises the peaks to the demand of this moment.
     void note(int num_running);
     // Raises the length of the longest request.
     void note_length(const Request& request);
-    // Returns the demand of every group; peaks start anew.
+    // Returns the demand of every group, and starts the peaks anew.
     std::vector<GroupDemand> take(int num_running);
     // Whether some group has a shortfall while blocks of it are lent.
     bool is_short(int num_running) const;
 
-    // Throws std::runtime_error unless what `waiting` requests want is counted.
+    // Throws std::runtime_error unless the demand of the `waiting` requests is counted.
     template <class Requests>
     void check(const Requests& waiting) const;
 
   private:
-    // The blocks that a request holds at the end of the tokens it has, and the one that it then grows into.
+    // The number of blocks for the tokens that a request has, and one more for it to grow into.
     int blocks_wanted(const Request& request, int group) const;
-    // Returns the blocks that a lender counts as a group's if each group wants num_blocks(group).
+    // Returns the number of blocks that a lender counts for a group if each group wants num_blocks(group).
     template <class NumBlocks>
     int lendable_blocks(int group, NumBlocks&& num_blocks) const;
     GroupDemand of_group(int group, int num_running) const;

@@ -7,34 +7,34 @@
 
 namespace swiftkv {
 
-// Counts what each flow, the requests of one tenant, has had: virtual token counters (VTC, arXiv 2401.00588). A prompt
-// token that is computed counts 1, a token of an answer 2, each over the flow's weight. Of those that wait, the flow
-// with the least goes first; flows that are within a slack of it count as equal, so that the policy orders their
-// requests and may put together what shares a prefix.
+// Counts what each flow (the requests of one tenant) has had, with virtual token counters (VTC, arXiv 2401.00588). A
+// computed prompt token counts 1 and an answer token 2, each divided by the flow's weight. Of the waiting flows, the
+// one with the least goes first. Flows within a slack of it count as equal, so that the policy orders their requests
+// and can put together those that share a prefix.
 class FairShare {
   public:
     static constexpr int kMaxFlows = 1024;
     static constexpr double kMinWeight = 0.01, kMaxWeight = 100;
 
-    // Knows flow 0, with a weight of 1. `slack_tokens` are of a flow with that weight.
+    // Begins with flow 0, of weight 1. `slack_tokens`: the slack, in tokens of a flow with that weight.
     explicit FairShare(int slack_tokens)
         : slack_(slack_tokens * kUnit), credit_(kSlacksPerCredit * slack_), flows_(1) {}
 
-    // Takes notice of a flow. A weight that has changed counts from now on.
+    // Adds a flow, or sets its weight from now on.
     void know(int flow, double weight);
-    // Whether there has been more than one flow: if not, nothing need be compared.
+    // Whether there has been more than one flow. If not, nothing need be compared.
     bool is_shared() const { return flows_.size() > 1; }
 
-    // Whether flow `a` has had so much more than flow `b` that its requests go behind those of `b`.
+    // Whether flow `a` has had so much more than flow `b` that its requests go after those of `b`.
     bool is_past(int a, int b) const { return is_past_counter(a, counter(b)); }
     bool is_past_counter(int flow, int64_t least) const { return counter(flow) - least >= slack_; }
     int64_t counter(int flow) const { return flows_[flow].counter; }
 
     void charge_prompt(int flow, int num_tokens) { charge(flow, num_tokens); }
     void charge_answer(int flow, int num_tokens) { charge(flow, kAnswerWeight * num_tokens); }
-    // A flow begins to wait beside others whose least counter is `least`. While it was idle it has earned a credit: so
-    // one that sends less than its share now and then does not wait behind one that sends more all the time. But it
-    // cannot make up for hours.
+    // Notes that a flow begins to wait beside others whose least counter is `least`. It may be behind them by a credit
+    // at most: so a flow that sends less than its share now and then does not wait for one that always sends more, but
+    // it cannot make up for idle hours.
     void begin_waiting(int flow, int64_t least) {
         level_ = std::max(level_, least);
         flows_[flow].counter = std::max(flows_[flow].counter, level_ - credit_);
@@ -53,7 +53,7 @@ class FairShare {
     void charge(int flow, int64_t num_tokens) { flows_[flow].counter += num_tokens * flows_[flow].token_cost; }
 
     int64_t slack_, credit_;
-    int64_t level_ = 0;  // the largest `least`: one flow after the other does not begin lower and lower
+    int64_t level_ = 0;  // the largest `least` so far, so that flows which begin one after the other do not sink
     std::vector<Flow> flows_;
 };
 

@@ -6,18 +6,19 @@
 
 namespace swiftkv {
 
-// Remembers the latest forecasts, and how long each first token then took.
+// Remembers the latest forecasts and the actual time of each first token.
 //
 // Forecasts for similar requests have similar errors: with `hrrn`, shorter prompts that come later overtake a long one,
-// but hardly ever a short one. So a request is compared with those whose prompt and forecast were about as long.
+// but hardly ever a short one. So a request is compared with requests whose prompt and forecast were about as long.
 class ForecastErrors {
   public:
-    // `part` of similar requests have their first token within the allowance.
+    // `part`: the share of similar requests whose first token comes within the allowance.
     explicit ForecastErrors(double part) : part_(part) {}
 
-    // Notes when a first token came, of a prompt with so many tokens left to compute.
+    // Notes the actual time of the first token of a prompt that had `num_left` tokens to compute.
     void note(double num_left, double forecast_s, double actual_s);
-    // Returns the factor on the forecast within which `part` of similar requests had a token; 1 if they are few.
+    // Returns the allowance: the factor on the forecast within which `part` of similar requests had their first token;
+    // 1 if there are few such requests.
     double allowance(double num_left, double forecast_s) const;
 
   private:

@@ -1,4 +1,4 @@
-// A set of small integers that finds its lowest and highest member in a handful of instructions.
+// A set of small integers that finds its lowest and highest member in a few instructions.
 #pragma once
 
 #include <bit>
@@ -16,7 +16,7 @@ class FreeSet {
     explicit FreeSet(int size) : size_(size) {
         for (int bits = size;; bits = words(bits)) {
             levels_.emplace_back(words(bits), 0);
-            if (bits < kBits) break;  // in a last word that may be full, `highest_below` had no bit for the end
+            if (bits < kBits) break;  // with a full last word, `highest_below` would have no bit for the end
         }
     }
 

@@ -1,4 +1,4 @@
-// A list of what the prefix index has learnt and forgotten, for routers that send requests to where their prefix is.
+// A list of the changes of the prefix index, for routers that send requests to the engine that has their prefix.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct KvEvent {
     Place place = Place::kLocal;
     int group = 0;
     BlockKey key = {};
-    bool has_tokens = false;  // a stored block whose tokens are known; they are the next of KvEvents::tokens
+    bool has_tokens = false;  // the block is stored and its tokens are known: they are next in KvEvents::tokens
     bool is_first = false;
     BlockKey parent = {};
 };
@@ -35,11 +35,11 @@ struct KvEvents {
     std::vector<TokenId> tokens;
 };
 
-// A bounded list of events. Off, it costs a comparison for each change of the index.
+// A bounded list of events. While it is off, it costs one comparison for each change of the index.
 class KvEventLog {
   public:
-    // From now on up to `max_events` are kept. One more, and all are replaced by kCleared: then a follower of the
-    // events knows less than there is, but nothing that is not there.
+    // Keeps up to `max_events` events from now on. One more, and all are replaced by kCleared: then a follower of the
+    // events knows fewer blocks than there are, but none that is not there.
     void enable(int max_events) { max_events_ = max_events; }
     bool is_on() const { return max_events_ > 0; }
     void stored(const BlockKey& key, int group, Place place, const BlockText& text);
@@ -47,7 +47,7 @@ class KvEventLog {
     void cleared();
     // Remembers the text of a block until it has been loaded.
     void begin_load(int group, BlockId block, const BlockText& text);
-    // Tells of a block that has been loaded, for the key that it was wanted for.
+    // Adds the event of a block that has been loaded for this key.
     void end_load(int group, BlockId block, const BlockKey& key);
     void forget_load(int group, BlockId block) { loading_.erase({group, block}); }
     KvEvents take() { return std::exchange(pending_, {}); }

@@ -9,7 +9,7 @@
 
 namespace swiftkv {
 
-// When a block is offered to storage.
+// The time at which a block is offered to storage.
 enum class WritePolicy : uint8_t {
     kNever,
     kWriteThrough,           // once its bytes are committed
@@ -17,7 +17,7 @@ enum class WritePolicy : uint8_t {
     kWriteBack,              // once it is among the next to be evicted
 };
 
-// A queue of offers, the oldest first. A block is offered once, for as long as the prefix index knows it.
+// A queue of offers, the oldest first. A block is offered only once while the prefix index knows it.
 class Offers {
   public:
     struct Offer {
@@ -25,28 +25,28 @@ class Offers {
         int group;
     };
 
-    // `max_waiting`: beyond that the oldest offers are dropped.
+    // `max_waiting`: if more offers wait, the oldest are dropped.
     Offers(int num_groups, int max_waiting) : num_groups_(num_groups), max_waiting_(max_waiting) {}
 
-    // kNever forgets what was offered and stored: storage that comes later is another one.
+    // Sets the policy. kNever forgets what was offered and stored, because storage that comes later may be another.
     void set_policy(WritePolicy policy);
     WritePolicy policy() const { return policy_; }
-    // Offers a block of a node; false if that was done before, or storage has the block.
+    // Offers a block of a node. Returns false if it was offered before, or storage has it.
     bool add(NodeId node, int group, const BlockKey& key);
-    // Storage has the block.
+    // Notes that storage has the block.
     void mark_stored(NodeId node, int group);
-    // The index has lost the block.
+    // Forgets a block that the index has lost.
     void forget(NodeId node, int group);
     // Whether a block was offered, or storage has it.
     bool is_marked(NodeId node, int group) const;
     int num_waiting() const { return static_cast<int>(waiting_.size()); }
     Offer take();
-    // Blocks that were not taken in time.
+    // The number of blocks that were not taken in time.
     int64_t num_dropped_total() const { return num_dropped_total_; }
     void count_dropped() { ++num_dropped_total_; }
 
   private:
-    // Whether a block that was not offered before is now marked as if it had been.
+    // Marks a block as offered or stored. Returns whether it was not marked before.
     bool mark(NodeId node, int group);
     size_t cell(NodeId node, int group) const { return static_cast<size_t>(node) * num_groups_ + group; }
 

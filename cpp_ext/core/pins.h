@@ -1,4 +1,4 @@
-// Prefixes that stay in the local pool, though no request holds them.
+// Prefixes that stay in the local pool even if no request holds them.
 #pragma once
 
 #include <cstdint>
@@ -16,42 +16,42 @@ using PinId = uint64_t;
 
 struct PinOutcome {
     int length;    // of the prefix that is here, in blocks
-    double share;  // of the pool that all pins take with it: of groups that do not share extents, the largest share
+    double share;  // of the pool that all pins, with this one, take: the largest of its groups that share no extents
     bool is_kept;
 };
 
-// A pin holds blocks as a request does, so that whatever moves or counts the blocks of requests does so with those of
-// pins. It holds only local ones: a lender gets its extents back whatever is pinned, and no pin takes a place in the
-// layer-stream cache. Requests come before pins: one that could run if it were alone never waits for the end of a pin.
+// A pin holds blocks as a request does, so code that moves or counts the blocks of requests handles those of pins too.
+// It holds only local blocks: a lender gets its extents back whatever is pinned, and no pin takes room in the
+// layer-stream cache. Requests go before pins: a request that could run if it were alone never waits for a pin to end.
 class Pins {
   public:
     explicit Pins(KvCache& cache) : cache_(cache) {}
 
     bool contains(PinId id) const;
-    // Holds the longest usable prefix of `keys` whose blocks are in the local pool, unless none is or pins would take
-    // more than `max_share` of the pool.
+    // Holds the longest usable prefix of `keys` whose blocks are in the local pool, unless there is none, or pins would
+    // take more than `max_share` of the pool.
     PinOutcome add(PinId id, std::span<const BlockKey> keys, double max_share);
-    // Returns whether there was such a pin.
+    // Removes a pin; returns whether there was such a pin.
     bool remove(PinId id);
-    // Gives up the oldest pin; false if there is none.
+    // Gives up the oldest pin; returns false if there is none.
     bool give_way();
-    // Gives up the pins whose bytes are lost, in part or all of them: a copy that should have brought them failed.
+    // Gives up the pins that have lost bytes because a copy of them failed.
     void drop_broken();
-    // Pins that were given up since the last call.
+    // Returns the pins that were given up since the last call.
     std::vector<PinId> take_lost() { return std::exchange(lost_, {}); }
 
     // The tables of all pins.
     std::vector<BlockTable*> tables();
-    // The group's blocks that pins hold; one that several hold counts once.
+    // The number of the group's blocks that pins hold; a block that several pins hold counts once.
     int num_blocks(int group) const;
-    // Adds the tables and their keys to those of requests, for KvCache::check. Throws std::runtime_error unless every
+    // Adds the pins' tables and keys to those of requests, for KvCache::check. Throws std::runtime_error unless every
     // pin has its blocks in the local pool and in the prefix index.
     void check(std::vector<const BlockTable*>& tables, std::vector<const std::vector<BlockKey>*>& keys) const;
 
   private:
     struct Pin {
         PinId id;
-        std::vector<BlockKey> keys;  // of the blocks that it keeps
+        std::vector<BlockKey> keys;  // of the blocks that it holds
         BlockTable table;
     };
     double share() const;

@@ -1,4 +1,4 @@
-// How a step is written down.
+// Writes a step as flat arrays.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ class PlanWriter {
   public:
     PlanWriter(const KvCache& cache, const SchedulerLimits& limits) : cache_(cache), limits_(limits) {}
 
-    // `admitted`: requests that run for the first time. `preempted`: those that went back to wait since the last plan.
+    // `admitted`: requests that run for the first time. `preempted`: requests sent back to wait since the last plan.
     std::unique_ptr<StepPlan> write(std::span<const StepRow> rows, std::span<Request* const> admitted,
                                     std::vector<RequestId> preempted) const;
 

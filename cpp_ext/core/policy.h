@@ -75,8 +75,8 @@ class Policy {
     // The seconds that tokens `begin` to `end` of a prompt are expected to take beside the running requests; nullopt
     // while step times are not known.
     std::optional<double> prefill_s(int begin, int end, Running running) const;
-    // The number of its draft's tokens, at most `most`, that a request computes after its last token, which must be
-    // known and in the step.
+    // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless that is known
+    // and in the step.
     int draft_length(const Request& request, int most) const;
     // The most tokens that one step samples, drafts included: there is memory for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }

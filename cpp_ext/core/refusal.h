@@ -1,4 +1,4 @@
-// Why a prompt that did not fit need not be matched at every step.
+// Remembers why a prompt did not fit, so that it need not be matched at every step.
 #pragma once
 
 #include "kv_cache.h"
@@ -6,20 +6,20 @@
 
 namespace swiftkv {
 
-// Remembers the waiting request that was refused last, and under which circumstances: while they last it is refused
-// again, and the prefix cache need not be asked.
+// Remembers the waiting request that was refused last, and the circumstances: while they last it is refused again,
+// without a look-up in the prefix cache.
 class Refusal {
   public:
     explicit Refusal(const KvCache& cache) : cache_(cache) {}
 
-    // The request was refused beside `num_running` others for want of room in a group; if it is kNone, because it needs
-    // more tokens of the step than the `token_budget` that was left.
+    // Notes that a request was refused beside `num_running` others, for want of room in a group. `short_group` is kNone
+    // if it needs more tokens of the step than the `token_budget` that was left.
     void note(const Request& request, int num_running, int token_budget, int short_group);
     // Whether the request would be refused again.
     bool still_holds(const Request& request, int num_running, int token_budget) const;
-    // A running request is about to put its first `num_blocks` blocks into the prefix cache.
+    // Notes that a running request is about to put its first `num_blocks` blocks into the prefix cache.
     void note_commit(const Request& running, int num_blocks);
-    // Requests come and go: forgets what it knows of one, which is about to be gone, or of whichever there is.
+    // These forget the refusal: of a request that is about to end, or of any request.
     void forget(const Request& request);
     void forget() { request_ = nullptr; }
 

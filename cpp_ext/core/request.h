@@ -53,7 +53,7 @@ struct Request {
     int num_computed = 0;       // tokens whose KV is in the blocks
     int num_cached = 0;         // prompt tokens that were found in the prefix cache at admission
     std::vector<int32_t> borrowed_hits = {};  // the blocks of these tokens that were found in borrowed memory
-    int num_window_missed = 0;                // tokens after these, known at admission, but of no use without a tail
+    int num_window_missed = 0;                // tokens known at admission after `num_cached`, of no use without a tail
     int load_end = 0;  // the end, in blocks, of what storage loads for it before it begins; 0: nothing, or it has begun
     int back_end = 0;  // the end, in blocks, of the back that storage loads while the front is computed; 0: none
     double begun_s = 0;         // when a step first had the request

@@ -26,130 +26,130 @@
 
 namespace swiftkv {
 
-// Thread-safe. One thread steps: every schedule() that returns a plan is followed by its commit(), or abandon(). In
-// between requests may come and go, and so may extents.
+// Thread-safe. One thread makes the steps: every schedule() that returns a plan is followed by a commit() or abandon().
+// Between these calls, requests and extents may come and go.
 //
 // A step may be planned while the one before it is in progress, with tokens that are not known yet (xLLM, section 4.1).
-// Such a plan assumes that no request ends in that step: if one does, it was computed in vain, and its row does not
+// Such a plan assumes that no request ends in the step in progress. If one does, its row in the next step does not
 // count.
 class Scheduler {
   public:
-    // Throws std::invalid_argument, also if one sequence of max_model_len tokens fits neither the pools nor what they
-    // and all links together can hold.
+    // Throws std::invalid_argument as check_setup() does.
     Scheduler(std::vector<GroupSpec> groups, SchedulerLimits limits, std::vector<Link> lend_links = {},
               std::vector<Link> borrow_links = {});
     Scheduler(const Scheduler&) = delete;
     Scheduler& operator=(const Scheduler&) = delete;
 
-    // Throws std::invalid_argument.
+    // Throws std::invalid_argument if the request is known already, or as check_request() does.
     void add_request(const NewRequest& request);
     void abort(std::span<const RequestId> ids);
-    // Guesses the tokens that follow those of a request, in place of any guess before. The next step that decodes it
-    // computes as many of them as nobody else wants room for, and samples behind each: so it yields the token that
-    // would come without a draft, and another one for each guess that is right. A draft is forgotten when its request
-    // gets a token: one that comes while a step in progress samples for its request is in vain. One for a request that
-    // is not known is ignored. Throws std::invalid_argument for a negative token; that no token exceeds the vocabulary
-    // is the caller's business.
+    // Sets the draft of a request: guesses at its next tokens, in place of earlier ones. The next step that decodes the
+    // request computes as many of them as fit into room that no other request wants, and samples after each. So it
+    // yields the token that would come without a draft, and one more for each guess that is right. The draft is
+    // forgotten when the request gets a token, so a draft set while a step in progress samples for the request has no
+    // effect. Unknown requests are ignored. Throws std::invalid_argument for a negative token. The caller must check
+    // that tokens are below the vocabulary size.
     void set_draft(RequestId id, std::span<const TokenId> tokens);
     bool has_work() const;
 
-    // nullptr if nothing can run, or nothing before the step in progress is committed; of those there are at most two.
-    // `now_s`: any clock that does not go back.
+    // Returns the plan of a step; nullptr if nothing can run, or nothing before the step in progress is committed. At
+    // most two steps are in progress. `now_s`: a clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
-    // Ends the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: none.
-    // `duration_s`: how long the device was busy with it; 0 if that is not known.
+    // Ends the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: no token.
+    // `duration_s`: the time for which it kept the device busy; 0 if that is not known.
     StepResult commit(std::span<const TokenId> sampled, double duration_s);
-    // Gives up the only step in progress, whose copies failed. What it computed does not count.
+    // Gives up the only step in progress, whose copies failed. Its results do not count.
     void abandon();
-    // Returns requests that have waited longer than `max_wait_s` for room that they would not have even if alone.
+    // Returns requests that have waited longer than `max_wait_s` for room that they would not get even if alone.
     std::vector<RequestId> starved(double now_s, double max_wait_s) const;
 
     // ---- of a lender ----
-    // Takes up to `max_extents` extents out of the pool and returns them; cached blocks in them are forgotten.
+    // Takes up to `max_extents` extents out of the pool and returns them. Cached blocks in them are forgotten.
     std::vector<int> lend(int lend_link, int max_extents);
     void take_back(int lend_link, std::span<const int32_t> extents);
     std::vector<GroupDemand> take_demand();
     bool is_short() const;  // whether some group's demand has a shortfall
     // ---- of a borrower ----
     void borrow(int borrow_link, std::span<const int32_t> extents);
-    // Asks extents back: their content moves or is forgotten in the next step; then take_returned() names them.
+    // Recalls extents: the next step moves or forgets their blocks, and then take_returned() returns the extents.
     void recall(int borrow_link, std::span<const int32_t> extents);
     std::vector<int> take_returned(int borrow_link);
-    // Forgets the lender, which is gone, and its extents. Requests that needed them are computed again.
+    // Forgets a lender that is gone, and its extents. Requests that needed them are computed again.
     void lose(int borrow_link);
 
     // ---- of places further down ----
-    // These do what they do in KvCache; requests that want a prefix which is loading wait. Nothing begins to load while
-    // a running request waits for the room of what is loading.
+    // These do what they do in KvCache. Requests that want a prefix which is loading wait for it. No load begins while
+    // a running request waits for the room of blocks that are loading.
     std::vector<BlockId> begin_loading(const BlockKey& key);
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
 
     // ---- storage ----
     void set_write_policy(WritePolicy policy);
-    // Returns blocks to store, as KvCache::take_offers does. While a step in progress copies blocks, there are none.
-    // Their bytes stay where they are until end_copying(): no extent is lent or returned meanwhile, and no step is
-    // planned.
+    // Returns blocks to store, as KvCache::take_offers does; none while a step in progress copies blocks. Their bytes
+    // stay where they are until end_copying(): meanwhile no extent is lent or returned, and no step is planned.
     std::vector<StoredBlock> take_offers(int max_blocks);
     void end_copying();
-    // Offers what is here of a prefix now, whatever the write policy waits for.
+    // Offers the blocks of a prefix that are here now, whatever the write policy waits for.
     void offer_prefix(std::span<const BlockKey> keys);
     int num_offers() const;
     int64_t num_dropped_offers() const;
-    // The waiting request is not admitted before it is let go. Unknown ids are ignored, here and below.
+    // Keeps a waiting request from being admitted until let_go(). Unknown ids are ignored, here and below.
     void hold(RequestId id);
     void let_go(RequestId id);
-    // The keys of the blocks that a waiting request could find, and which of them are here: [keys][groups].
+    // The keys of the blocks that a waiting request could find.
     struct Lookup {
         std::vector<BlockKey> keys;
-        std::vector<uint8_t> is_resident;
-        int num_usable;  // of the keys, now
+        std::vector<uint8_t> is_resident;  // [keys][groups], whether the block is here
+        int num_usable;                    // the number of leading keys that can be used now
     };
     Lookup look_up(RequestId id) const;
-    // The seconds that computing tokens `begin` to `end` of a prompt is expected to take; nothing before it is known.
+    // The seconds that tokens `begin` to `end` of a prompt are expected to take; nullopt while step times are not
+    // known.
     std::optional<double> prefill_s(int begin, int end) const;
     // Does what KvCache::evicted_age_s does.
     std::optional<double> evicted_age_s(const BlockKey& key) const;
-    // How many of its keys the request could use if storage gave these blocks, [keys][groups], beside those here: no
-    // more than `max_blocks`, and than the local pool can hold. Throws std::invalid_argument if `is_stored` has another
-    // size than look_up() said.
+    // The number of leading keys that the request could use if storage gave these blocks, [keys][groups], beside those
+    // that are here: at most `max_blocks`, and no more than the local pool can hold. Throws std::invalid_argument
+    // unless `is_stored` has as many elements as look_up() had.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
     // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
-    // for those before. Returns none if there is no room but that of blocks which storage has brought for requests that
-    // have not begun, a running request waits for the room of what is loading, or a step in progress copies blocks.
+    // for the blocks before them. Returns an empty list if a step in progress copies blocks, if a running request waits
+    // for the room of blocks that are loading, or if the only room is that of blocks which storage has brought for
+    // requests that have not begun.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
-    // Whether the front of a prompt can be computed while its back is loading: not where a prompt is computed as a
-    // whole, nor without full attention, for of windows only a tail is loaded.
+    // Whether the front of a prompt can be computed while its back is loading. Prompts must be split for that, and some
+    // group must have full attention, because only a tail of a sliding window is loaded.
     bool can_meet() const { return limits_.enable_chunked_prefill && cache_.has_full_attention(); }
-    // Lets the waiting request begin: it computes its front while storage loads its back, the blocks before
-    // `num_blocks`, the last one first. It skips the rest of the back as soon as all of that is here. Throws
+    // Lets a waiting request begin: it computes its front while storage loads its back, the blocks before `num_blocks`
+    // from the last to the first. It skips the rest of the back as soon as all of that is here. Throws
     // std::invalid_argument if the request has fewer keys.
     void meet(RequestId id, int num_blocks);
-    // How many of a request's blocks are computed, or are being computed by steps in progress.
+    // The number of a request's blocks that are computed, or are being computed by steps in progress.
     int num_planned_blocks(RequestId id) const;
     // These throw std::invalid_argument unless the blocks are loading.
     void forget_loading(std::span<const LoadedBlock> blocks);
     void end_load(std::span<const LoadedBlock> blocks, bool is_loaded);
 
     // ---- pins ----
-    // Keeps the longest prefix of `keys` that can be used and lies in the local pool, as Pins does. Throws
-    // std::invalid_argument if the pin is already known.
+    // Pins the longest usable prefix of `keys` in the local pool, as Pins::add does. Throws std::invalid_argument if
+    // the pin is already known.
     PinOutcome pin(PinId id, std::span<const BlockKey> keys, double max_share);
-    // Returns whether there was such a pin.
+    // Removes a pin; returns whether there was such a pin.
     bool unpin(PinId id);
-    // Returns pins that were given up since the last call: for a request that could not run otherwise, or because their
-    // bytes were lost.
+    // Returns the pins that were given up since the last call: for a request that could not run otherwise, or because
+    // their bytes were lost.
     std::vector<PinId> take_lost_pins();
 
     // ---- events ----
-    // Keeps up to `max_events` of what the prefix index learns and forgets, for take_kv_events().
+    // Keeps up to `max_events` changes of the prefix index for take_kv_events().
     void enable_kv_events(int max_events);
     KvEvents take_kv_events();
-    // All that the events of an engine's whole life add up to.
+    // Returns the blocks that a follower of all events so far would know.
     std::vector<ResidentBlock> resident_blocks() const;
 
     SchedulerStats stats() const;
     StepTime step_time() const;  // as fitted to the steps so far
-    // Predicts steps as another scheduler did. Throws std::invalid_argument as StepTime::remembered does.
+    // Begins with the step times of another scheduler. Throws std::invalid_argument as StepTime::remembered does.
     void remember_step_time(const StepTime::Terms& coefficients);
     void check_invariants() const;
     void reset_prefix_cache();
@@ -161,8 +161,8 @@ class Scheduler {
         StepWork work;
     };
 
-    // Functions that change more than one thing are noexcept: an exception half-way, if only for want of memory, would
-    // leave books that nobody can trust, so it ends the process instead.
+    // Functions that change more than one thing are noexcept: an exception half-way, such as one for want of memory,
+    // would leave counts that do not add up, so it ends the process instead.
     void abort_one(RequestId id) noexcept;
     std::unique_ptr<StepPlan> plan_step(double now_s) noexcept;
     StepResult commit_step(std::span<const TokenId> sampled) noexcept;
@@ -201,7 +201,7 @@ class Scheduler {
     PlanWriter writer_;
     std::deque<Step> open_;          // the steps in progress, the oldest first
     bool must_commit_ = false;       // nothing is planned before a commit
-    std::vector<Meeting> meetings_;  // those that no plan has named yet
+    std::vector<Meeting> meetings_;  // that no plan has named yet
     bool is_copying_ = false;        // the blocks that take_offers() named last are being copied
 
     int64_t prefix_matches_total_ = 0;

@@ -38,40 +38,42 @@ class StepBuilder {
 
     // Admits a prompt that needs a step of its own; decoding pauses for it.
     void admit_oversized_prompt();
-    // Takes the next token of every request that has but one left to compute.
+    // Schedules the next token of every request that has only one left to compute.
     void schedule_decodes();
-    // Admits waiting requests that their class, their flow's share or the order puts before all prompts that are
-    // computed in part.
+    // Admits waiting requests that go before all prompts computed in part, by their class, their flow's share or the
+    // order.
     void admit_before_prefills();
-    // Goes on with prompts that are computed in part.
+    // Continues prompts that are computed in part.
     void schedule_prefills();
-    // Admits waiting requests in order. One that waits for blocks holds up those behind it for a while, and those whose
-    // flow is past its share until it is admitted. One that waits for another's prefix lets others by, and so does one
-    // for which there would not be room if it were alone: until more is lent. One that finds no slot or no room
-    // displaces running requests of lower classes, if that helps; a displaced one is not admitted again in the same
-    // step.
+    // Admits waiting requests in order:
+    // - A request that waits for blocks holds up those after it for a while, and requests of flows that are past their
+    //   share until it is admitted.
+    // - A request that waits for another's prefix lets others by. So does one that would have no room even if it were
+    //   alone, until more is lent.
+    // - A request that finds no slot or no room displaces running requests of lower classes, if that helps. These are
+    //   not admitted again in the same step.
     void admit_waiting();
-    // Admits waiting requests as if the prefix cache had nothing of them. Where groups share extents, the blocks of a
-    // match may occupy extents that another group lacks: then the request computes them again, or it would wait
+    // Admits waiting requests as if the prefix cache had nothing of them. If groups share extents, the blocks of a
+    // match may occupy extents that another group lacks: then the request must compute them again, or it would wait
     // forever.
     void admit_unmatched();
 
-    // Adds drafts to the rows that sample, as far as tokens of the step and free blocks are left.
+    // Adds drafts to the rows that sample, as far as the step's token budget and free blocks allow.
     void add_drafts();
 
-    // Whether there is a slot for a waiting request, if only that of a request of a lower class.
+    // Whether there is a slot for a waiting request, free or held by a request of a lower class.
     bool may_seat() const;
     bool is_empty() const { return rows_.empty(); }
     int num_displaced() const { return num_displaced_; }
-    // Whether there was no room for a request that waits.
+    // Whether a waiting request found no room.
     bool has_refused() const { return has_refused_; }
     int num_matches() const { return num_matches_; }  // look-ups in the prefix cache
     // Whether nothing else can be planned before the step in progress is committed.
     bool must_commit() const { return must_commit_; }
     std::vector<StepRow>& rows() { return rows_; }
-    // Requests that this step runs for the first time.
+    // The requests that run for the first time in this step.
     std::span<Request* const> admitted() const { return admitted_; }
-    // The requests of this step that skip a part of their prompts which storage has loaded.
+    // The requests of this step that skip the part of their prompts that storage has loaded.
     const std::vector<Meeting>& meetings() const { return meetings_; }
 
   private:
@@ -92,7 +94,7 @@ class StepBuilder {
     int make_room(Request& request, int num_tokens);
     bool must_await_loads(const Request& request, int num_tokens) const;
     bool compact(Request& request, int num_tokens, int spare);
-    // The fewest tokens of `num_tokens` that a step may compute.
+    // The fewest of `num_tokens` tokens that a step may compute.
     int least_chunk(int num_tokens) const { return policy_.splits_prompts() ? 1 : num_tokens; }
     void add(Request& request, int num_tokens);
     int longest_chunk(Request& request);
@@ -103,7 +105,7 @@ class StepBuilder {
     int table_end(const Request& request, int num_tokens) const;
     int blocks_behind_front(const Request& request, int num_tokens) const;
     bool is_full() const { return budget_left_ <= 0; }
-    // Whether there is neither room nor time for more of a prompt.
+    // Whether the step has no room or no time for more of a prompt.
     bool is_closed() const { return is_full() || !policy_.has_time(work_, limit_s_); }
 
     KvCache& cache_;
@@ -116,11 +118,11 @@ class StepBuilder {
     const double now_s_;
     const int64_t num_begun_;  // requests, before the step
     int budget_left_;          // tokens
-    StepWork work_;            // of its rows, without drafts
+    StepWork work_;            // of the step's rows, without drafts
     double limit_s_ = std::numeric_limits<double>::infinity();
     bool must_commit_ = false;
     int num_displaced_ = 0;
-    int displaced_class_ = kNumClasses;  // the highest of theirs
+    int displaced_class_ = kNumClasses;  // the highest class of the displaced requests
     bool has_refused_ = false;
     bool is_matching_ = true;
     int num_matches_ = 0;

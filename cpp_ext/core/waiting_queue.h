@@ -18,17 +18,17 @@
 
 namespace swiftkv {
 
-// Keeps the requests of each flow in lanes, as the order has them. To find the next one costs as much as there are
-// lanes of its priority, however many requests wait.
+// Keeps the requests of each flow in the lanes that the order assigns. Finding the next request takes time in
+// proportion to the lanes of its priority, however many requests wait.
 class WaitingQueue {
   public:
-    // Goes through the requests of a queue in order: by priority, then those of flows that are past their share behind
-    // the others, then as the order says. Those that it has passed may leave the queue meanwhile, and be charged for.
+    // Goes through the requests of a queue in order: by priority, then flows that are past their share after the
+    // others, then as the order says. Requests that it has passed may leave the queue meanwhile, and be charged for.
     class Cursor {
       public:
         Cursor(const WaitingQueue& queue, double now_s) : queue_(queue), now_s_(now_s) {}
 
-        Request* next();  // null: there is none
+        Request* next();  // null: there are no more
 
       private:
         struct Head {
@@ -52,19 +52,19 @@ class WaitingQueue {
     void add(Request& request);
     void remove(Request& request);
     size_t size() const { return size_; }
-    int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // only while somebody waits
+    int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // the queue must not be empty
     bool contains(Request& request) const;
-    // Moves requests to where they belong whose prompts go on with blocks that have come to be cached. Where thousands
-    // do, it moves some of them, and the others with the next calls. Only where the order compares lengths.
+    // Moves the requests whose prompts go on with these keys, which are now cached, to their new lanes: at most a few
+    // dozen at once, the others in the next calls. Does nothing unless the order compares lengths.
     void note_cached(std::span<const BlockKey> keys);
-    // Looks up again what the prefix cache has of the requests that may be next, which may have become less, and moves
-    // them to where they belong. These are the first of each lane with the first priority, a few dozen at most. Does
-    // nothing where the order does not compare lengths.
+    // Looks up again what the prefix cache has of the requests that may be next, because it may have less, and moves
+    // them to their new lanes. These are the first of each lane of the first priority, a few dozen at most. Does
+    // nothing unless the order compares lengths.
     void refresh();
     Cursor in_order(double now_s) const { return Cursor(*this, now_s); }
-    // All of them, lane by lane.
+    // Returns all requests, lane by lane.
     std::vector<Request*> all() const;
-    // Throws std::runtime_error on any disagreement.
+    // Throws std::runtime_error if an invariant is violated.
     void check() const;
 
   private:
@@ -73,7 +73,7 @@ class WaitingQueue {
     };
     using Lane = std::set<Request*, Earlier>;
     using Key = std::tuple<int64_t, int, int>;  // priority, flow, lane
-    // A request that would find more in the cache if it knew this key.
+    // A request that would find more in the cache if the cache had this key.
     struct Awaiting {
         BlockKey key;
         uint64_t arrival;
@@ -95,9 +95,9 @@ class WaitingQueue {
     FairShare& shares_;
     std::map<Key, Lane> lanes_;  // none is empty
     std::set<Awaiting> awaiting_;
-    std::deque<BlockKey> news_;  // keys that have come to be cached, and some may not have been told
+    std::deque<BlockKey> news_;  // newly cached keys for which requests may still have to move
     size_t size_ = 0;
-    int last_flow_ = 0;  // of which a request left the queue
+    int last_flow_ = 0;  // the flow of the request that left the queue last
 };
 
 }  // namespace swiftkv
