@@ -25,8 +25,8 @@ class EarliestDeadlineFirst : public AdmissionOrder {
     bool interrupts_prompts() const override { return true; }
 };
 
-// The response ratio is (wait + service) / service, and service is as long as what is left to compute. Lanes hold
-// requests that have about the same left, within a factor of two, so those that arrived first have the highest ratio.
+// By response ratio, (wait + service) / service, where the service time is proportional to what is left to compute.
+// Requests of one lane have about the same left, within a factor of two, so the one that arrived first goes first.
 class HighestRatioFirst : public AdmissionOrder {
     int lane(const Request& r) const override { return lane_of(r.num_left()); }
     double urgency(const Request& r, double now_s) const override { return (now_s - r.arrival_s) / r.num_left(); }

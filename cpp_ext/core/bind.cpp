@@ -26,7 +26,7 @@ void bind_step_time(nb::module_& m);
 
 namespace {
 
-// A view that keeps its owner alive.
+// Returns a view of `values` that keeps their owner alive.
 template <class T>
 Array<T> view(std::vector<T>& values, nb::handle owner) {
     return Array<T>(values.data(), {values.size()}, owner);
@@ -65,7 +65,7 @@ nb::list views(std::vector<std::vector<int32_t>>& arrays, nb::handle owner) {
     return list;
 }
 
-// Throws std::out_of_range, which is an IndexError.
+// Returns an element. Throws std::out_of_range, which becomes an IndexError.
 template <class T>
 T& at(std::vector<T>& values, int64_t index, const char* name) {
     if (index < 0 || index >= static_cast<int64_t>(values.size()))
@@ -185,7 +185,7 @@ void bind_stats(nb::module_& m) {
         .def_ro("groups", &SchedulerStats::groups);
 }
 
-// Another thread may hold the scheduler's mutex and want the GIL.
+// Releases the GIL: another thread may hold the scheduler's mutex and wait for the GIL.
 const nb::call_guard<nb::gil_scoped_release> unlocked;
 
 template <void (Scheduler::*method)(int, std::span<const int32_t>)>
@@ -357,7 +357,7 @@ nb::bytes block_keys(nb::bytes cache_namespace, Input<TokenId> token_ids, int bl
 NB_MODULE(_core, m) {
     m.doc() = "Block pool, prefix index and scheduler of swiftkv.";
     m.attr("NO_BLOCK") = kNoBlock;
-    // What a node works with lives until its process ends. nanobind would list it all on the user's terminal then.
+    // The objects of a node live until its process ends; nanobind would then report each of them as a leak.
     nb::set_leak_warnings(false);
     m.attr("PRIORITIES_PER_CLASS") = kPrioritiesPerClass;
     bind_stats(m);

@@ -10,7 +10,7 @@ using namespace nb::literals;
 namespace swiftkv {
 namespace {
 
-// Keys side by side, 32 bytes each.
+// Joins the keys of items, 32 bytes each.
 template <class Item, class KeyOf>
 nb::bytes join_keys(const std::vector<Item>& items, KeyOf key_of) {
     std::vector<BlockKey> keys;

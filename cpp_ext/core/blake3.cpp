@@ -23,7 +23,7 @@ enum Flag : uint32_t {
 
 constexpr Hash kIv = {0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
 
-// Which message word each of the 7 rounds uses at each place: the permutation of the specification, applied r times.
+// The message word that round r, of 7, uses at each place: the permutation of the specification, applied r times.
 constexpr auto kSchedule = [] {
     constexpr std::array<uint8_t, 16> permutation = {2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8};
     std::array<std::array<uint8_t, 16>, 7> rounds{};
@@ -100,7 +100,7 @@ Hash hash_chunk(const Hash& key, std::span<const uint8_t> chunk, uint64_t index,
     return cv;
 }
 
-// A subtree's left side is the largest power of two of whole chunks that leaves something for the right.
+// Hashes a subtree. Its left side is the largest power of two of whole chunks that leaves something for the right.
 Hash hash_subtree(const Hash& key, std::span<const uint8_t> input, uint64_t first_chunk, uint32_t flags) {
     if (input.size() <= kChunkBytes) return hash_chunk(key, input, first_chunk, flags);
     const size_t left_chunks = std::bit_floor((input.size() - 1) / kChunkBytes);

@@ -13,7 +13,7 @@ bool is_reclaimable(BlockState state) {
     return state == BlockState::kFree || state == BlockState::kCached;
 }
 
-// One past the last block of each place.
+// Returns one past the last block of each place.
 std::array<BlockId, kNumPlaces> ends_of_places(int num_local, const std::vector<Link>& borrow_links) {
     std::array<BlockId, kNumPlaces> ends{num_local};
     for (const Link& link : borrow_links)
@@ -64,7 +64,7 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
     for (BlockId b = 0; b < num_local && !tenancy_.house; ++b) move_to(b, BlockState::kFree);
 }
 
-// The one place where a block changes its state, and with it every list and count.
+// Changes the state of a block, and with it every list and count. No other function changes a state.
 void BlockPool::move_to(BlockId block, BlockState state) {
     Record& moved = record(block);
     if (moved.state == state) return;
@@ -160,7 +160,7 @@ void BlockPool::settle() {
         if (records_[block].busy_until > num_settled_) return false;
         records_[block].busy_until = 0;
         if (state(block) == BlockState::kInFlight) rest(block);
-        num_room_changes_ += tenancy_.house != nullptr;  // it may move again
+        num_room_changes_ += tenancy_.house != nullptr;  // the block may be moved again
         return true;
     });
     settle_kept_extents();
@@ -236,8 +236,8 @@ void BlockPool::link_before(BlockId newer, BlockId block, bool is_seen) {
     if (is_seen) mark_seen(list_of(block), block);
 }
 
-// A block that becomes the first of its list stands before those that were seen. If it was not seen, none counts as
-// seen.
+// The block may become the first of its list, before blocks that see_next() has seen. If it does not count as seen, no
+// block of the list does.
 void BlockPool::set_worth(BlockId block, Worth worth, bool is_seen) {
     Record& changed = record(block);
     const Worth before = std::exchange(changed.worth, worth);
@@ -260,7 +260,7 @@ void BlockPool::unlink(BlockId block) {
     records_[record.newer].older = record.older;
 }
 
-// Marks a block as seen. It stands behind those that were seen, or between them.
+// Marks a block as seen. It must be right after the seen blocks of its list, or among them.
 void BlockPool::mark_seen(CachedList& list, BlockId block) {
     records_[block].is_seen = true;
     ++list.num_seen;

@@ -1,4 +1,4 @@
-// The part of the pool whose blocks come and go by the extent.
+// The part of the pool that handles whole extents: shared between groups, lent and borrowed.
 #include <algorithm>
 #include <utility>
 
@@ -9,7 +9,7 @@ namespace swiftkv {
 
 // ---- a house ----
 
-// An extent that holds nothing any more goes back to the house.
+// Updates the counts of the block's extent. An extent whose blocks are all free goes back to the house.
 void BlockPool::count_in_house(BlockId local, BlockState before, BlockState after) {
     const auto is_pinned = [](BlockState state) {
         return state != BlockState::kFree && state != BlockState::kCached && state != BlockState::kAbsent;
@@ -96,8 +96,8 @@ BlockId BlockPool::oldest_cached_beside_used(ExtentId extent) const {
     return kNone;
 }
 
-// While requests make room for themselves, the same extent is asked for at every block. It is the oldest until its own
-// blocks change, another opens, or a block that is not the next to go is taken out of the order.
+// Remembers the result, because requests that make room ask for it at every block. It holds until a block of that
+// extent changes, another extent opens, or a block other than the next to be evicted leaves the order.
 BlockId BlockPool::last_of_oldest_open() const {
     if (last_of_oldest_open_ == kNone && num_open_ > 0) last_of_oldest_open_ = find_last_of_oldest_open();
     return last_of_oldest_open_;
@@ -257,7 +257,7 @@ void BlockPool::lose(int borrow_link) noexcept {
     }
 }
 
-// A block that is nobody's any more leaves with its extent; the last one takes the extent along.
+// Makes a block of a recalled or lost extent absent. The last block of a recalled extent returns the extent.
 void BlockPool::give_up(BlockId borrowed) {
     BorrowLink& link = borrow_link_of(borrowed);
     const int extent = extent_of(link, borrowed);

@@ -27,7 +27,8 @@ void Boundaries::keep(std::span<const NodeId> nodes, Worth worth) {
     ++next_;
 }
 
-// Full attention needs a node for every boundary behind it, a window for those that are near.
+// Returns the boundaries that need the node's block of a group: with full attention all those after it, with a sliding
+// window those whose tail contains it.
 std::vector<Boundaries::Number> Boundaries::broken_by(NodeId node, int group) {
     std::vector<Number> broken;
     if (num_tails_[group] == kNone) {

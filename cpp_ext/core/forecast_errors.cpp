@@ -7,7 +7,7 @@ namespace swiftkv {
 
 namespace {
 
-constexpr size_t kLeastAlike = 16;  // similar requests; with fewer there is no allowance
+constexpr size_t kLeastAlike = 16;  // with fewer similar requests the allowance is 1
 constexpr double kAlikeOctaves = 2;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The slow and complete check of everything that holds between any two calls, for tests.
+// The complete, slow check of all invariants between two calls, for tests.
 #include <algorithm>
 
 #include "../common/check.h"
@@ -200,7 +200,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
     }
 }
 
-// What is kept can be used.
+// Checks that every boundary that is kept can be used.
 void KvCache::check_boundaries() const {
     boundaries_.check();
     boundaries_.for_each_on_path([&](NodeId node) { check_that(!index_.is_empty(node), "a path has its nodes"); });

@@ -72,7 +72,7 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
 template <class IsThere>
 PrefixMatch KvCache::match(std::span<const BlockKey> keys, std::vector<NodeId>& path, IsThere&& is_there) const {
     PrefixMatch found{};
-    // Length of the run of resident blocks that ends at the block looked at, per group.
+    // The length of the run of resident blocks that ends at the current block, per group.
     std::vector<int> run(groups_.size(), 0);
     index_.find_each(keys, [&](size_t i, NodeId node) {
         const int length = static_cast<int>(i) + 1;
@@ -115,7 +115,7 @@ int KvCache::acquire_local_prefix(BlockTable& table, std::span<const BlockKey> k
     return length;
 }
 
-// `path_` has the nodes of the match.
+// Gives the table the first `length` blocks of the match, whose nodes are in `path_`.
 void KvCache::hold_match(BlockTable& table, int length) {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
@@ -195,7 +195,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, Spare spa
             ensure(block != kNone, "there are as many blocks as were counted");
             entries[old_size + i] = entry_of(g, block);
         };
-        // Borrowed blocks come first: cached blocks that move out of the local pool would take them.
+        // Takes borrowed blocks first: cached blocks that move out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
         for (int i = num_local; i < needed; ++i) put(i, take_below(g, Place::kLocal));
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
@@ -218,7 +218,7 @@ BlockId KvCache::take_local(int g) {
     return make_local_room(g) ? groups_[g].pool.take(Place::kLocal) : kNone;
 }
 
-// Returns a free block in the place nearest to `where`, or else evicts the least recently used block further down.
+// Takes a free block in the nearest place below `where`, or else evicts the least recently used block further down.
 BlockId KvCache::take_below(int g, Place where) {
     BlockPool& pool = groups_[g].pool;
     if (pool.available_below(where) == 0) return kNone;
@@ -230,7 +230,7 @@ BlockId KvCache::take_below(int g, Place where) {
     return pool.take(freed);
 }
 
-// Whether there is a place for a cached local block further down: a free one, or that of a block that is worth no more.
+// Whether a cached local block may take a block further down: a free one, or one that is worth no more.
 bool KvCache::is_wanted_below(int g, BlockId cached) const {
     const BlockPool& pool = groups_[g].pool;
     if (groups_[g].spec.window == 0) return true;
@@ -240,8 +240,8 @@ bool KvCache::is_wanted_below(int g, BlockId cached) const {
     return has_free || pool.worth(oldest) <= pool.worth(cached);
 }
 
-// A cached local block leaves for a place further down if there is any, where what was used less recently still makes
-// room for it; else it is forgotten, and so is one that no boundary needs.
+// Moves a cached local block to a place further down, where less recently used blocks make room for it. Forgets it if
+// there is no such place, or no boundary needs it.
 void KvCache::demote(int g, BlockId cached) {
     Group& group = groups_[g];
     const BlockId to = is_wanted_below(g, cached) ? take_below(g, Place::kLocal) : kNone;
@@ -255,7 +255,7 @@ void KvCache::demote(int g, BlockId cached) {
     group.spills.push_back({to, cached});
 }
 
-// A borrowed block, cached or used, moves to a local one.
+// Moves a borrowed block, cached or used, to a local one.
 BlockId KvCache::move_in(int g, BlockId borrowed) {
     Group& group = groups_[g];
     const BlockId to = take_local(g);
@@ -289,7 +289,7 @@ void KvCache::promote_while(BlockTable& table, int g, int& max_blocks, MayGoOn&&
 
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     if (!can_borrow()) return;
-    // Blocks that cannot be staged come first: the room that was counted for them may lie in any group.
+    // Blocks that cannot be staged go first: the room that was counted for them may lie in any group.
     for (int g = 0; house_ && g < num_groups(); ++g)
         promote_while(table, g, max_blocks, [&] { return overdraft(g) > 0; });
     for (int g = 0; g < num_groups(); ++g) promote_while(table, g, max_blocks, [&] { return may_promote(g, spare); });
@@ -321,7 +321,7 @@ std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
         --wanted[g];
         blocks.push_back(groups_[g].pool.start_loading());
         groups_[g].pool.set_node(blocks[g], node);
-        // A request is going to want it, or it would not be loaded.
+        // It is loaded because a request will want it.
         if (groups_[g].spec.window > 0) groups_[g].pool.set_worth(blocks[g], Worth::kKept);
         point_to(node, g, blocks[g]);
     }

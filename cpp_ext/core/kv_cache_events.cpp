@@ -1,9 +1,9 @@
-// The part of the cache that tells others what the prefix index has.
+// The part of the cache that reports changes of the prefix index.
 #include "kv_cache.h"
 
 namespace swiftkv {
 
-// The node is about to get another block.
+// Reports that the node is about to get block `next`.
 void KvCache::tell(NodeId node, int g, BlockId next, const BlockText& text) {
     const BlockId before = index_.block(node, g);
     const BlockPool& pool = groups_[g].pool;

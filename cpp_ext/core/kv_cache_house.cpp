@@ -1,7 +1,7 @@
 // The part of the cache that hands extents of the pool from one KV group to another, and to peers.
 //
-// `wanted` is, per group, the blocks that it is about to take and those that must stay available beside them; 0 for a
-// group that takes none.
+// `wanted` is, per group, the number of blocks that it is about to take and of those that must stay available beside
+// them; 0 for a group that takes none.
 #include <algorithm>
 #include <climits>
 #include <unordered_map>
@@ -18,7 +18,7 @@ std::vector<int> KvCache::missing_blocks(const BlockTable& table, int chunk_end,
     return needed;
 }
 
-// The local blocks that a group wants if `staged` of the `needed` ones lie further down. Of the `spare` ones, those
+// Returns the number of local blocks that a group wants if `staged` of the `needed` ones lie further down. Spare blocks
 // that could be staged need not stay available here.
 int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) const {
     const int over = overdraft(g, gain);
@@ -26,7 +26,7 @@ int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) cons
     return needed - staged + over + std::max(0, spare - (available_staged(g, gain) - staged));
 }
 
-// The fewest local blocks that groups want: as many as possible lie further down.
+// Returns the fewest local blocks that groups want: as many as possible lie further down.
 std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
     std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
     for (int g = 0; g < num_groups(); ++g)
@@ -34,7 +34,7 @@ std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, 
     return wanted;
 }
 
-// Divides the needed blocks: as many as the pool has room for are local, the others are staged.
+// Divides the needed blocks: as many as fit the pool are local, the others are staged.
 Portions KvCache::portions(std::span<const int> needed, Spare spare) const {
     Portions found{{needed.begin(), needed.end()}, std::vector<int>(needed.size(), 0), {}};
     for (int g = 0; g < num_groups(); ++g) found.wanted.push_back(wanted_of(g, needed[g], spare.of(spec(g)), 0, {}));
@@ -56,7 +56,7 @@ Portions KvCache::portions(std::span<const int> needed, Spare spare) const {
     return found;
 }
 
-// Takes the blocks further down first, because cached blocks that leave the pool would take them.
+// Adds the needed blocks to a table. Takes those further down first: cached blocks that leave the pool would take them.
 void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Spare spare) {
     Portions taken = portions(needed, spare);
     const auto put = [&](int g, BlockId block) {
@@ -66,7 +66,7 @@ void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Sp
     std::vector<std::vector<BlockId>> below(groups_.size());
     for (int g = 0; g < num_groups(); ++g)
         for (int i = 0; i < taken.staged[g]; ++i) below[g].push_back(take_below(g, Place::kLocal));
-    // Blocks in use that cannot be staged move in next: a block that is taken first may keep their extents from them.
+    // Blocks in use that cannot be staged move in next: a block taken before them could keep extents from them.
     std::vector<int> entered = taken.local;
     for (int g = 0; g < num_groups(); ++g) entered[g] += overdraft(g);
     enter_missing(entered, taken.wanted);
@@ -82,7 +82,7 @@ void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Sp
     }
 }
 
-// The extents that groups lack which have fewer blocks available than are wanted.
+// Returns the number of extents that groups lack to have the wanted blocks available.
 int KvCache::missing_extents(std::span<const int> wanted) const {
     int extents = 0;
     for (int g = 0; g < num_groups(); ++g) {
@@ -92,9 +92,8 @@ int KvCache::missing_extents(std::span<const int> wanted) const {
     return extents;
 }
 
-// The extents that are left when every group has what is wanted; below 0: as many are missing. Groups that have more
-// than they want give up extents that nothing pins, or, if `is_compacted`, as many as the blocks that are too many
-// fill.
+// Returns the number of extents that are left when every group has the wanted blocks; < 0: so many are missing. Groups
+// with more blocks than they want give up open extents, or, if `is_compacted`, as many extents as their surplus fills.
 int KvCache::spare_extents(std::span<const int> wanted, bool is_compacted) const {
     int extents = house_->num_free() - missing_extents(wanted);
     for (int g = 0; g < num_groups(); ++g) {
@@ -105,7 +104,7 @@ int KvCache::spare_extents(std::span<const int> wanted, bool is_compacted) const
     return can_borrow() ? std::min(extents, spare_for_histories(wanted, is_compacted)) : extents;
 }
 
-// Whether free blocks and extents without an owner are as many as are wanted, so that nothing is evicted.
+// Whether free blocks and extents without an owner suffice, so that no block need be evicted.
 bool KvCache::has_free_extents(std::span<const int> wanted) const {
     int extents = house_->num_free();
     for (int g = 0; g < num_groups(); ++g) {
@@ -116,8 +115,8 @@ bool KvCache::has_free_extents(std::span<const int> wanted) const {
     return extents >= 0 && (!can_borrow() || spare_for_histories(wanted, false) >= 0);
 }
 
-// Whether one cached block is evicted before another of whichever group. A full-attention block is worth as much as a
-// tail: the least recently used of them goes first, and with it the blocks that are worth nothing without it.
+// Whether one cached block is evicted before another, whatever their groups. A full-attention block is worth as much as
+// a tail: the least recently used of them goes first, with the blocks that are of no use without it.
 bool KvCache::goes_before(int g, BlockId cached, int other_group, BlockId other) const {
     const auto rank = [&](int group, BlockId block) {
         return groups_[group].spec.window == 0 ? Worth::kKept : groups_[group].pool.worth(block);
@@ -126,8 +125,8 @@ bool KvCache::goes_before(int g, BlockId cached, int other_group, BlockId other)
     return static_cast<int32_t>(groups_[g].pool.cached_at(cached) - groups_[other_group].pool.cached_at(other)) < 0;
 }
 
-// Returns another group that can give up an extent and still has the blocks that it wants; kNone if there is none. Of
-// several it is the one whose newest block in that extent would be evicted first.
+// Returns another group that can give up an extent and still has the blocks that it wants; kNone if there is none.
+// Among several, the group whose newest block in such an extent would be evicted first.
 int KvCache::cheapest_donor(int g, std::span<const int> wanted) const {
     int cheapest = kNone;
     BlockId last_of_cheapest = kNone;
@@ -143,8 +142,8 @@ int KvCache::cheapest_donor(int g, std::span<const int> wanted) const {
     return cheapest;
 }
 
-// Gives every group the extents without which it lacks some of the blocks that are needed. This comes before any of
-// them is taken: a block that is taken may keep its extent from changing hands.
+// Gives every group the extents that it lacks to have the needed blocks. This comes before any block is taken, because
+// a taken block may keep its extent from changing hands.
 void KvCache::enter_missing(std::span<const int> needed, std::span<const int> wanted) {
     for (int g = 0; g < num_groups();) {
         if (groups_[g].pool.available(Place::kLocal) >= needed[g]) {
@@ -157,12 +156,12 @@ void KvCache::enter_missing(std::span<const int> needed, std::span<const int> wa
             empty_oldest(donor);
         }
         groups_[g].pool.enter(house_->take(g));
-        g = 0;  // a full-attention block that went took others along, whose extents may have gone back to the house
+        g = 0;  // other groups may have lost blocks, and extents, together with an evicted full-attention block
     }
 }
 
-// Frees one of the wanted local blocks, or returns the block of the group that must go for it. A group that can evict a
-// block of its own takes no extent that another group lacks.
+// Makes sure that the group has a free local block, or returns the group's block that must be evicted for it. A group
+// that can evict a block of its own takes no extent that another group lacks.
 BlockId KvCache::find_free(int g, std::span<const int> wanted) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) > 0) return kNone;
@@ -177,20 +176,20 @@ BlockId KvCache::find_free(int g, std::span<const int> wanted) {
     return kNone;
 }
 
-// Takes an extent if no block is free: the evicted block may have been the last one in its extent, which then went back
-// to the house.
+// Takes an extent if no block is free: the evicted block may have been the last of its extent, which then went back to
+// the house.
 void KvCache::enter_if_full(int g) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) == 0) pool.enter(house_->take(g));
 }
 
-// Makes room without a copy: no step is being planned.
+// Frees a local block without a copy, as no step is being planned.
 void KvCache::free_one(int g, std::span<const int> wanted) {
     if (const BlockId own = find_free(g, wanted); own != kNone) evict(g, own);
     enter_if_full(g);
 }
 
-// Frees a local block, unless that is impossible; false then. Other groups keep the blocks that they need.
+// Frees a local block; returns false if that is impossible. Other groups keep the blocks that they need.
 bool KvCache::make_room_in_house(int g) {
     std::vector<int> wanted, needed(groups_.size(), 0);
     for (int h = 0; h < num_groups(); ++h) wanted.push_back(overdraft(h));
@@ -203,14 +202,14 @@ bool KvCache::make_room_in_house(int g) {
     return true;
 }
 
-// Whether a borrowed block in use may be promoted, which must not take extents from other groups.
+// Whether a borrowed block in use may be promoted: that must not take extents from other groups.
 bool KvCache::may_promote(int g, int spare) const {
     const BlockPool& pool = groups_[g].pool;
     const int free = house_ && may_grow(g) ? house_->num_free() * pool.house_extent_blocks() : 0;
     return pool.available(Place::kLocal) + free > spare;
 }
 
-// Evicts all that is cached in the oldest extent that nothing pins, so that it goes back to the house.
+// Evicts all cached blocks of the oldest open extent, so that it goes back to the house.
 void KvCache::empty_oldest(int g) {
     const BlockPool& pool = groups_[g].pool;
     empty(g, pool.house_extent(pool.last_of_oldest_open()));
@@ -226,8 +225,8 @@ void KvCache::empty(int g, ExtentId extent) {
 
 // ---- lending ----
 
-// Returns the block that is evicted last among the cached ones of consecutive extents; kNone if none is cached there,
-// nullopt if a block there is neither cached nor free.
+// Returns the cached block of consecutive extents that is evicted last; kNone if none is cached there, nullopt if a
+// block there is neither cached nor free.
 std::optional<KvCache::Cached> KvCache::last_to_go(ExtentId first, int num_extents) const {
     Cached last{kNone, kNone};
     for (ExtentId extent = first; extent < first + num_extents; ++extent) {
@@ -244,8 +243,8 @@ std::optional<KvCache::Cached> KvCache::last_to_go(ExtentId first, int num_exten
     return last;
 }
 
-// Returns up to `max_extents` of a link that could be lent: those without an owner, highest first, then if `or_cached`
-// those that hold only free and cached blocks, of whichever group, in the order in which these are evicted.
+// Returns up to `max_extents` of a link that could be lent: extents without an owner, highest first; then, if
+// `or_cached`, those of any group that hold only free and cached blocks, in the order in which these are evicted.
 std::vector<int> KvCache::lendable_of_house(int lend_link, int max_extents, bool or_cached) const {
     const auto [g, link] = lend_links_[lend_link];
     const BlockPool& pool = groups_[g].pool;
@@ -266,7 +265,7 @@ std::vector<int> KvCache::lendable_of_house(int lend_link, int max_extents, bool
     return found;
 }
 
-// Gives the extents of these blocks, which nothing pins, to the group, and empties them.
+// Empties the extents of these blocks, which nothing pins, and gives them to the group.
 void KvCache::claim(int g, BlockId first, int num_blocks) {
     const int size = groups_[g].pool.house_extent_blocks();
     for (ExtentId extent = first / size; extent < (first + num_blocks) / size; ++extent) {
@@ -280,7 +279,7 @@ void KvCache::claim(int g, BlockId first, int num_blocks) {
 
 bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                       std::span<BlockTable* const> tables) {
-    // A copy that waits for its layer must find its source and its target untouched.
+    // Copies are made layer by layer, so their sources and targets must stay where they are.
     if (!house_ || has_copies()) return false;
     const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, {spare});
     if (spare_extents(wanted, true) < 0 || spare_extents(wanted, false) >= 0) return false;
@@ -292,8 +291,9 @@ bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, in
     return true;
 }
 
-// Returns the extent with the fewest used blocks, of a group that could give up more blocks than its open extents hold;
-// kNone if there is none. Blocks that are in flight, loading, staging or just moved must stay where they are.
+// Returns the extent with the fewest used blocks, and its group, which must be able to give up more blocks than its
+// open extents hold; kNone if there is none. Blocks that are in flight, loading, staging or just moved must stay in
+// place.
 std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted) const {
     std::pair<int, ExtentId> found{kNone, kNone};
     int fewest = INT_MAX;
@@ -313,7 +313,7 @@ std::pair<int, ExtentId> KvCache::extent_to_compact(std::span<const int> wanted)
 }
 
 // Moves the used blocks of an extent to other extents that hold used blocks, and empties it. extent_to_compact() has
-// seen that there is room for them.
+// checked that there is room.
 void KvCache::move_out(int g, ExtentId extent, std::span<BlockTable* const> tables) {
     BlockPool& pool = groups_[g].pool;
     const BlockId first = extent * pool.house_extent_blocks();
@@ -322,7 +322,7 @@ void KvCache::move_out(int g, ExtentId extent, std::span<BlockTable* const> tabl
         if (pool.state(from) != BlockState::kUsed) continue;
         if (pool.free_beside_used(extent) == kNone) evict(g, pool.oldest_cached_beside_used(extent));
         const BlockId to = pool.take(pool.free_beside_used(extent));
-        // This is not point_to(), which tells routers: the index has the same block as before, in the same place.
+        // Not point_to(), which reports to routers: for them the index has the same block in the same place.
         if (const NodeId node = pool.node(from); node != kNone) index_.set_block(node, g, to);
         pool.replace(from, to);
         local_moves_.push_back({g, from, to});

@@ -1,12 +1,13 @@
-// The part of the cache that decides what stays: boundaries are kept, blocks are evicted.
+// The part of the cache that keeps boundaries and evicts blocks.
 #include "../common/check.h"
 #include "kv_cache.h"
 
 namespace swiftkv {
 
-// A node without one of its full-attention blocks is of no use, so it loses all its blocks. Blocks are released last
-// block first, so the oldest cached block of a full-attention group is a leaf, unless a block in its middle was lost:
-// then those behind it wait in vain until they are the oldest, or until it is computed again.
+// Evicts a cached block. A node without one of its full-attention blocks is of no use, so it loses all its blocks.
+// Requests release their last block first, so the oldest cached block of a full-attention group is a leaf, unless a
+// block in the middle was lost: then the blocks after it are of no use, and stay until they are the oldest or that one
+// is computed again.
 void KvCache::evict(int g, BlockId block) noexcept {
     const NodeId node = groups_[g].pool.node(block);
     ensure(node != kNone, "what is evicted is in the prefix index");
@@ -43,7 +44,7 @@ void KvCache::keep_boundary(std::span<const BlockKey> keys, int length, Worth wo
     offer_tail(nodes, keys.first(length));
 }
 
-// Tells the boundaries the nodes on the way to the end of a prefix that they do not know; false if some are gone.
+// Adds the path to the end of a prefix to the known paths of boundaries; returns false if some of its nodes are gone.
 bool KvCache::find_path(std::span<const BlockKey> keys) {
     if (!has_full_attention_) return true;
     std::vector<NodeId> unknown;  // last one first

@@ -114,8 +114,8 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
     return true;
 }
 
-// Decides where the used blocks of recalled extents go: as many as fit go to the pool. Returns none if there is no room
-// for all.
+// Decides where the used blocks of recalled extents go: as many as fit go to the pool. Returns nullopt if there is no
+// room for all.
 std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<BlockId>> used) const {
     Portions room;
     std::vector<int> most_staged;
@@ -137,18 +137,18 @@ std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<B
     return room;
 }
 
-// Moves cached blocks to free local ones, as far as the used ones leave any; the others are forgotten.
+// Moves cached blocks to free local ones, of which it leaves `num_local` for used blocks; the others are forgotten.
 void KvCache::drain_cached(int g, const std::vector<BlockId>& leaving, int num_local) {
     const BlockPool& pool = groups_[g].pool;
     for (BlockId block : leaving) {
-        if (pool.state(block) != BlockState::kLeaving) continue;  // gone with the node of another group
+        if (pool.state(block) != BlockState::kLeaving) continue;  // evicted with another group's block of its node
         const bool has_room = pool.num_free(Place::kLocal) > num_local;
         if (!has_room || move_in(g, block) == kNone) evict(g, block);
     }
 }
 
-// Moves used blocks to the local pool as far as there is room, else to extents that stay: these first, because room in
-// the local pool is made by moving what is cached there to just such extents.
+// Moves the first `num_across` used blocks to extents that stay and the others to the local pool. The extents come
+// first, because cached blocks that make room in the local pool move to just such extents.
 void KvCache::drain_used(int g, const std::vector<BlockId>& used, int num_across, std::span<BlockTable* const> tables) {
     if (used.empty()) return;
     std::unordered_map<int32_t, int32_t> moved;  // by entry
@@ -165,7 +165,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, int num_across
     }
 }
 
-// A used block moves from one extent to another: through the layer-stream cache, as if the step had written it.
+// Moves a used block from one extent to another, through the layer-stream cache, as if the step had written it.
 BlockId KvCache::move_across(int g, BlockId block) {
     Group& group = groups_[g];
     const BlockId to = take_below(g, Place::kLocal);

@@ -1,4 +1,4 @@
-// The part of the cache that lets blocks go: tables give them up, and steps that may use them settle.
+// The part of the cache that releases blocks: tables let go of them, and steps that may use them settle.
 #include <algorithm>
 
 #include "../common/check.h"
@@ -6,7 +6,7 @@
 
 namespace swiftkv {
 
-// Takes away the reference of a table in the step that is over: the step after it may have been planned with the block.
+// Removes a table's reference at the end of a step. The next step may have been planned with the block already.
 void KvCache::let_go(int g, BlockId block) {
     if (num_steps_ > 1) {
         groups_[g].pool.retire(block);
@@ -48,7 +48,7 @@ void KvCache::release(BlockTable& table) {
 }
 
 void KvCache::put_back(BlockTable& table) {
-    if (house_) return release(table);  // others may have moved to make room
+    if (house_) return release(table);  // making room may have changed the order of eviction
     for (int g = 0; g < num_groups(); ++g) {
         BlockTable::Group& held = table.groups[g];
         for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i)
@@ -61,7 +61,7 @@ void KvCache::retire(BlockTable& table) {
     for (int g = 0; g < num_groups(); ++g) {
         BlockTable::Group& held = table.groups[g];
         BlockPool& pool = groups_[g].pool;
-        // Steps write to what is not committed, and where blocks move, copies may touch any of them.
+        // Steps write to blocks that are not committed, and copies may touch any block if blocks are borrowed.
         for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i) {
             const BlockId block = block_of(g, held.entries[i]);
             const bool is_touched = i >= table.num_committed || !borrow_links_.empty();
@@ -77,7 +77,7 @@ void KvCache::retire(BlockTable& table) {
 
 void KvCache::begin_step() {
     ++num_steps_;
-    local_moves_.clear();  // those of the step before are in its plan
+    local_moves_.clear();  // the previous step has its moves in its plan
     for (Group& group : groups_) group.pool.begin_step();
 }
 
@@ -92,7 +92,7 @@ void KvCache::settle() {
     --num_steps_;
     for (Group& group : groups_) {
         group.pool.settle();
-        if (num_steps_ > 0) continue;  // the copies are those of the step after
+        if (num_steps_ > 0) continue;  // the copies belong to the next step
         group.num_unfreshed += group.num_fresh;
         group.num_fresh = 0;
         group.spills.clear();
@@ -124,7 +124,7 @@ void KvCache::reset() {
         for (BlockId b = 0; pool.count(Place::kLocal, BlockState::kLoading) > 0 && b < pool.num_local(); ++b)
             if (pool.state(b) == BlockState::kLoading && pool.node(b) != kNone) evict(g, b);
         for (BlockId b : leaving(g, BlockState::kLeaving))
-            if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else gone with the node of another
+            if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else evicted with another block of its node
     }
     if (events_.is_on() && resident_blocks().empty()) events_.cleared();
 }

@@ -1,11 +1,12 @@
-// The part of the cache that counts: how much room there is, and for what.
+// The part of the cache that counts the room for blocks.
 #include <algorithm>
 
 #include "kv_cache.h"
 
 namespace swiftkv {
 
-// The blocks that a table lacks of a group so that tokens up to `chunk_end` can be written; below 0: it has more.
+// Returns the number of a group's blocks that a table lacks so that tokens up to `chunk_end` can be written; < 0: it
+// has more than it needs.
 int KvCache::missing(const BlockTable& table, int g, int chunk_end, int prompt_end) const {
     const int end = groups_[g].spec.window == 0 ? prompt_end : chunk_end;
     return ceil_div(end, block_size_) - static_cast<int>(table.groups[g].entries.size());
@@ -50,7 +51,8 @@ bool KvCache::is_short_of_loads(const BlockTable& table, int chunk_end, int prom
     return has_room_with(gains, table, chunk_end, prompt_end, 0);
 }
 
-// The blocks that nobody holds any more once those are gone that `num_gone` counts, and this table.
+// Returns the number of blocks that have no holder left once this table and the tables that `num_gone` counts have let
+// go of them. Adds this table to `num_gone`.
 Gain KvCache::gain_of(int g, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const {
     const BlockPool& pool = groups_[g].pool;
     const BlockTable::Group& held = table.groups[g];
@@ -88,7 +90,7 @@ int KvCache::window_room_end(const BlockTable& table, int chunk_end, int prompt_
         const auto is_short = [&](int blocks) {
             return short_group(table, blocks * block_size_, prompt_end, spare) != kNone;
         };
-        // Halves the distance between what fits, or is nothing new, and what does not.
+        // Bisects between a number of blocks that fits, or that the table already has, and one that does not fit.
         int fitting = std::min(capacity(table) / block_size_, num_blocks);
         if (!is_short(num_blocks)) fitting = num_blocks;
         for (int most = num_blocks; most - fitting > 1;) {
@@ -123,8 +125,8 @@ bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const
 }
 
 int64_t KvCache::room_version(int group) const {
-    // All of them only grow, so their sum changes whenever one does.
-    if (house_) group = kNone;  // what one group lets go, another can have
+    // All terms only grow, so their sum changes whenever one of them does.
+    if (house_) group = kNone;  // another group can take what one lets go
     int64_t version = group == kNone || groups_[group].spec.window > 0 ? num_window_losses_ : 0;
     for (int g = 0; g < num_groups(); ++g)
         if (group == kNone || group == g) version += groups_[g].pool.num_room_changes() + groups_[g].num_unfreshed;
@@ -135,7 +137,7 @@ int KvCache::available(int g, Gain gain) const {
     return groups_[g].pool.available(Place::kLocal) + gain.local + available_staged(g, gain);
 }
 
-// A borrowed block is of use only while there is a layer block to stage it in.
+// Returns the number of available blocks further down that could be staged: others are of no use.
 int KvCache::available_staged(int g, Gain gain) const {
     const int below = groups_[g].pool.available_below(Place::kLocal) + gain.staged;
     return std::clamp(num_unstaged(g) + gain.staged, 0, below);
@@ -145,7 +147,7 @@ int KvCache::num_unstaged(int g) const {
     return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);
 }
 
-// Borrowed blocks in use that cannot be staged: as many must move in.
+// Returns the number of borrowed blocks in use that cannot be staged and must move to the pool.
 int KvCache::overdraft(int g, Gain gain) const {
     return can_borrow() ? std::max(0, -num_unstaged(g) - gain.staged) : 0;
 }

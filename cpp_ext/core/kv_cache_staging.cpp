@@ -1,6 +1,7 @@
-// The part of the cache that stages borrowed blocks: the layer-stream cache, and the room that it leaves to others.
+// The part of the cache that stages borrowed blocks: the layer-stream cache, and the room that it leaves.
 //
-// A *history* is the blocks of a sequence in the groups of full attention, which grow with it; its windows do not.
+// A *history* is the blocks of a sequence in the full-attention groups. They grow with the sequence; those of its
+// sliding windows do not.
 #include <algorithm>
 #include <climits>
 #include <utility>
@@ -14,13 +15,13 @@ namespace swiftkv {
 // ---- layer-stream cache ----
 
 int KvCache::num_home_blocks(int g) const {
-    // Where groups share extents, the first one lends for all of them, and a lent extent is missing in each.
+    // If groups share extents, the first group lends for all of them, and each group lacks the lent extents.
     const Group& lender = groups_[house_ ? 0 : g];
     const int num_home = lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);
     return house_ ? num_home / lender.spec.blocks_per_extent * groups_[g].spec.blocks_per_extent : num_home;
 }
 
-// The most blocks of a group that a sequence could have now if it were alone.
+// Returns the most blocks of a group that one sequence could have now if it were alone.
 int KvCache::most_of_one_sequence(int g) const {
     const Group& group = groups_[g];
     const int streamed = std::min(group.pool.num_held(), staging_target(g) * group.spec.num_layers);
@@ -30,7 +31,7 @@ int KvCache::most_of_one_sequence(int g) const {
 int KvCache::staging_target(int g) const {
     const BlockPool& pool = groups_[g].pool;
     if (house_) {
-        // Used blocks that are staged stay staged, even if fewer blocks are borrowed now.
+        // Keeps room for the used blocks that are staged, even if fewer blocks are borrowed now.
         const int size = pool.house_extent_blocks();
         const int used = ceil_div(pool.count_staged(BlockState::kUsed), size * groups_[g].spec.num_layers);
         return std::max(staging_extents_of(g), std::min(used, static_cast<int>(groups_[g].staging.size()) / size)) *
@@ -43,7 +44,7 @@ int KvCache::staging_target(int g) const {
 void KvCache::shrink_staging() {
     for (int g = 0; g < num_groups(); ++g) {
         Group& group = groups_[g];
-        // Blocks in recalled extents are moved away and not staged, so `target` counts the others only.
+        // Blocks in recalled extents are moved and not staged, so `target` does not count them.
         const int target = staging_target(g);
         while (static_cast<int>(group.staging.size()) > target) {
             group.pool.stop_staging(group.staging.back());
@@ -60,12 +61,12 @@ void KvCache::grow_staging() {
             if (!(house_ ? stage_extent(g) : stage_block(g))) break;
 }
 
-// Adds a block to the group's part of the layer-stream cache; false: there is no room.
+// Adds a block to the group's part of the layer-stream cache; returns false if there is no room.
 bool KvCache::stage_block(int g) {
     Group& group = groups_[g];
     const size_t num_spills = group.spills.size();
     if (!make_local_room(g)) return false;
-    // The layer blocks of the new one serve all layers, so it must not be used before its last layer is spilled.
+    // Its layer blocks will serve all layers, so it must not be used before its own last layer is spilled.
     if (group.spills.size() > num_spills) ++group.num_fresh;
     const BlockId block = group.pool.start_staging();
     ensure(block != kNone, "there is room where room was made");
@@ -96,7 +97,8 @@ int32_t KvCache::staging_layer_block(int g, int index) const {
 
 // ---- extents that groups share ----
 
-// A whole extent stages blocks of one group: with layer blocks of several groups in it, no group could have it.
+// Returns the number of extents that stage a group's blocks. A whole extent stages blocks of one group, because no
+// group could own an extent with layer blocks of several.
 int KvCache::staging_extents_of(int group) const {
     int left = std::max(0, num_home_extents() - extents_for_windows_);
     for (int g = 0; g < group; ++g) left -= staging_extents(spec(g), groups_[g].pool.num_held(), left);
@@ -124,7 +126,7 @@ bool KvCache::can_stage_more(int g) const {
     return false;
 }
 
-// Takes the extents that are kept for windows from histories, as far as nothing pins them.
+// Takes back from histories the extents that are kept for windows, as far as nothing pins them.
 void KvCache::make_room_for_windows() {
     while (num_left_for_histories() < 0) {
         int oldest = kNone;
@@ -139,14 +141,15 @@ void KvCache::make_room_for_windows() {
     }
 }
 
-// Adds an extent to the group's part of the layer-stream cache; false: every extent has a block that must stay.
+// Adds an extent to the group's part of the layer-stream cache; returns false if every extent has a block that must
+// stay.
 bool KvCache::stage_extent(int g) {
     Group& group = groups_[g];
     const size_t num_spills = group.spills.size();
     const ExtentId extent = empty_for_staging(g);
     if (extent == kNone) return false;
     const int size = group.pool.house_extent_blocks();
-    // The layer-stream cache is used from its front, so no block can be used before those in front of it.
+    // The layer-stream cache is used from its front, so no block can be used before the blocks in front of it.
     if (group.spills.size() > num_spills || group.num_fresh > 0) group.num_fresh += size;
     for (BlockId b = extent * size; b < (extent + 1) * size; ++b) {
         group.pool.start_staging(b);
@@ -155,9 +158,8 @@ bool KvCache::stage_extent(int g) {
     return true;
 }
 
-// Returns an extent of the group whose blocks are all free: one that belonged to no group, or the one that is worth
-// least. If that was the group's own, its blocks go further down, since no layer of the group is written there before
-// it is copied.
+// Returns an extent of the group whose blocks are all free: one that had no owner, or the extent that is worth least.
+// If that was the group's own, its blocks move further down: each layer is copied before the group writes there.
 ExtentId KvCache::empty_for_staging(int g) {
     BlockPool& pool = groups_[g].pool;
     if (house_->num_free() == 0 || !may_grow(g)) {
@@ -180,7 +182,7 @@ ExtentId KvCache::empty_for_staging(int g) {
     return extent;
 }
 
-// As spare_extents(), for the extents that histories may have; more than enough if they lack none.
+// Does what spare_extents() does for the extents that histories may have; returns INT_MAX if histories lack none.
 int KvCache::spare_for_histories(std::span<const int> wanted, bool is_compacted) const {
     int extents = num_left_for_histories(), missing = 0;
     for (int g = 0; g < num_groups(); ++g) {
@@ -193,8 +195,8 @@ int KvCache::spare_for_histories(std::span<const int> wanted, bool is_compacted)
     return missing == 0 ? INT_MAX : extents - missing;
 }
 
-// The extents that histories may still take. While anything is borrowed, room for the windows of one sequence is kept
-// from them: otherwise a sequence whose history lies here, and not with lenders, could not go on.
+// Returns the number of extents that histories may still take. While anything is borrowed, room for the windows of one
+// sequence is kept from them: otherwise a sequence whose history lies here, and not with lenders, could not go on.
 int KvCache::num_left_for_histories() const {
     int left = num_home_extents() - (borrows() ? extents_for_windows_ : 0);
     for (int g = 0; g < num_groups(); ++g) {
@@ -214,14 +216,14 @@ bool KvCache::may_grow(int g) const {
     return !can_borrow() || groups_[g].spec.window > 0 || num_left_for_histories() > 0;
 }
 
-// The extents without an owner that the group may have.
+// Returns the number of extents without an owner that the group may take.
 int KvCache::num_extents_to_take(int g) const {
     const int num_free = house_->num_free();
     if (!can_borrow() || groups_[g].spec.window > 0) return num_free;
     return std::clamp(num_left_for_histories(), 0, num_free);
 }
 
-// Whether the group may have an extent of another one.
+// Whether the group may take an extent from another one.
 bool KvCache::may_take_from(int g, int other) const {
     return g == other || groups_[other].spec.window == 0 || may_grow(g);
 }

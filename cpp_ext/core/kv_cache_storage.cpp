@@ -1,6 +1,6 @@
-// The part of the cache that speaks with storage: which blocks go down, and which are on their way up.
+// The part of the cache that serves storage: it offers blocks to go down, and takes in blocks that come up.
 //
-// A block is loaded by itself, in one KV group: of a window group storage has only tails of boundaries.
+// A block is loaded in one KV group at a time, because of a window group storage has only the tails of boundaries.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -12,7 +12,7 @@
 namespace swiftkv {
 namespace {
 
-// Write-back keeps one in so many of a group's blocks free or stored.
+// Write-back keeps 1 / kNumPartsOfPool of a group's blocks free or stored.
 constexpr int kNumPartsOfPool = 4;
 
 }  // namespace
@@ -25,8 +25,8 @@ void KvCache::set_write_policy(WritePolicy policy) {
     if (policy == WritePolicy::kWriteThrough) offer_all();
 }
 
-// Offers all blocks that are here, for storage that comes late or goes soon. Blocks that were used last come first, and
-// so the beginning of a prefix does.
+// Offers all blocks that are here, for storage that is attached late or detached soon. The most recently used blocks
+// come first, and so does the beginning of a prefix.
 void KvCache::offer_all() {
     for (int g = 0; g < num_groups(); ++g) {
         std::vector<NodeId> nodes;
@@ -41,9 +41,9 @@ void KvCache::offer_all() {
     });
 }
 
-// Offers the blocks that are evicted next, until `max_blocks` wait: so many that a part of the pool can be taken at
-// once without losing a block that is nowhere else. It looks at a block once for as long as that stays cached, since
-// nothing else becomes worth offering with it later.
+// Offers the blocks that are evicted next, until `max_blocks` offers wait: so many that a part of the pool can be taken
+// at once without losing a block that is nowhere else. It looks at a block only once while that stays cached, because
+// nothing that goes with the block becomes worth offering later.
 void KvCache::offer_next_to_go(int max_blocks) {
     for (int g = 0; g < num_groups(); ++g) {
         groups_[g].pool.see_next(num_near_eviction(g), [&](BlockId block) {
@@ -54,7 +54,8 @@ void KvCache::offer_next_to_go(int max_blocks) {
     }
 }
 
-// How many of a group's cached blocks are evicted when a part of its blocks is taken at once; none below 0.
+// Returns the number of a group's cached blocks that are evicted when a part of its blocks is taken at once; none if it
+// is < 0.
 int KvCache::num_near_eviction(int g) const {
     const BlockPool& pool = groups_[g].pool;
     int num_free = pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);
@@ -62,8 +63,8 @@ int KvCache::num_near_eviction(int g) const {
     return (num_home_blocks(g) + pool.num_held()) / kNumPartsOfPool - num_free;
 }
 
-// Offers the blocks that evict() forgets together with a node's block of a group, and all of the tails that the node is
-// part of: they are worth nothing without it.
+// Offers the blocks that evict() forgets together with a node's block of a group, and all tails that contain the node:
+// they are of no use without it.
 void KvCache::offer_what_goes_with(int g, NodeId node) {
     bool is_new = false;
     for (int h = 0; h < num_groups(); ++h)
@@ -74,12 +75,12 @@ void KvCache::offer_what_goes_with(int g, NodeId node) {
             if (groups_[h].spec.window > 0) offer(h, beside);
 }
 
-// Offers a block; false if storage has it or was offered it, or it is not worth storing.
+// Offers a block; returns false if storage has it or was offered it, or if it is not worth storing.
 bool KvCache::offer(int g, NodeId node) {
     return is_worth_storing(g, index_.block(node, g)) && offers_.add(node, g, index_.key(node));
 }
 
-// Whether a block is worth storing: a block of a window only if a boundary keeps it. kNone, for no block, is not.
+// Whether a block is worth storing: a window's block only if a boundary keeps it. False for kNone.
 bool KvCache::is_worth_storing(int g, BlockId block) const {
     if (block == kNone || !can_store(g, block)) return false;
     return groups_[g].spec.window == 0 || groups_[g].pool.worth(block) != Worth::kNone;
@@ -96,8 +97,8 @@ void KvCache::offer_committed(NodeId node, const BlockKey& key) {
         if (groups_[g].spec.window == 0) offers_.add(node, g, key);
 }
 
-// `nodes`: those before the boundary, the last one first. One block more than the tail is offered: a prompt that ends
-// with the boundary can use the prefix that is a block shorter.
+// Offers the tail of a boundary and one block more, because a prompt that ends with the boundary can only use the
+// prefix that is a block shorter. `nodes`: the nodes before the boundary, the last one first.
 void KvCache::offer_tail(std::span<const NodeId> nodes, std::span<const BlockKey> keys) {
     if (offers_.policy() != WritePolicy::kWriteThrough) return;
     for (int g = 0; g < num_groups(); ++g) {
@@ -186,7 +187,7 @@ int KvCache::usable_length(std::span<const uint8_t> is_there) const {
 
 int KvCache::local_room(std::span<const BlockKey> keys) const {
     std::vector<int> room;
-    int num_staging = 0;  // extents of all groups together
+    int num_staging = 0;  // extents, of all groups together
     for (int g = 0; house_ && g < num_groups(); ++g) num_staging += staging_extents_of(g);
     for (int g = 0; g < num_groups(); ++g)
         room.push_back(num_home_blocks(g) -
@@ -204,8 +205,8 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
     return length;
 }
 
-// Blocks of the prefix that are here are held meanwhile, so that they are not evicted for those that are not, and are
-// evicted last afterwards. So are those of `kept` if others have to be evicted.
+// Holds the blocks of the prefix that are here meanwhile, so that they are not evicted for the missing ones, and are
+// the last to be evicted afterwards. Does the same with the prefixes `kept` if blocks have to be evicted.
 std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
                                               std::span<const std::span<const BlockKey>> kept) {
     std::vector<std::pair<int, BlockId>> held;
@@ -230,7 +231,7 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
     return loading;
 }
 
-// Holds the blocks that a prefix needs and that are here, and returns those that are not.
+// Holds the blocks that a prefix needs and that are here, and returns those that are missing.
 std::vector<LoadingBlock> KvCache::hold_present(std::span<const BlockKey> keys,
                                                 std::vector<std::pair<int, BlockId>>& held) {
     const int length = static_cast<int>(keys.size());
@@ -260,7 +261,7 @@ bool KvCache::has_room_to_load(std::span<const int> wanted, bool may_evict) cons
     return true;
 }
 
-// `wanted`: as in kv_cache_house.cpp; less this block afterwards.
+// Takes a block to load into. `wanted`, as in kv_cache_house.cpp, is lessened by that block.
 void KvCache::load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted) {
     BlockPool& pool = groups_[load.group].pool;
     if (house_) {

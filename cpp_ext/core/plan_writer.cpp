@@ -99,7 +99,7 @@ struct PlanWriter::Streamed {
     std::unordered_map<BlockId, int> index;  // by target
 
     void add(BlockId source, BlockId target, bool is_loaded, bool is_stored) {
-        // A block that the step writes to belongs to one sequence, so the first row that has it knows it all.
+        // A block that the step writes to belongs to one sequence, so its first row has the right flags.
         if (index.try_emplace(target, static_cast<int>(blocks.size())).second)
             blocks.push_back({source, target, is_loaded, is_stored});
     }
@@ -121,7 +121,7 @@ PlanWriter::Streamed PlanWriter::streamed_blocks(const StepPlan& plan, std::span
     return streamed;
 }
 
-// Gives every borrowed block of the step a layer block to be staged in, or two where there is room for two buffers.
+// Gives every borrowed block of the step a layer block to be staged in, or two if there is room for two buffers.
 void PlanWriter::write_streams(StepPlan& plan, std::span<const StepRow> rows) const {
     std::vector<Streamed> streamed;
     bool is_streaming = false;

@@ -11,7 +11,7 @@ namespace swiftkv {
 
 namespace {
 
-constexpr int64_t kProbeBlocks = 4;  // of prompts in a step, while nobody knows how long they take
+constexpr int64_t kProbeBlocks = 4;  // of a prompt in a step, while step times are not known
 
 constexpr double kHoldS = 1.0;
 
@@ -28,7 +28,7 @@ bool Policy::is_prefix_coming(const Request& r, Running running) const {
     return std::any_of(running.begin(), running.end(), [&](const Request* other) {
         if (other->skip_prefix_match) return false;
         const int next = other->num_computed / limits_.block_size;
-        // Keys are chained: equal here means equal before.
+        // Keys are chained: if these are equal, so are all before them.
         return next < std::min(max_match, static_cast<int>(other->keys.size())) && other->keys[next] == r.keys[next];
     });
 }
@@ -76,7 +76,7 @@ bool Policy::may_begin(const Request& r, Running running) const {
     if (!limits_.max_num_partial_prefills && !is_long_one) return true;
     int num_partial = 0, num_long = 0;
     for (const Request* other : running) {
-        if (class_of(other->priority) > class_of(r.priority)) break;  // they are in order of priority
+        if (class_of(other->priority) > class_of(r.priority)) break;  // `running` is in order of priority
         if (!other->is_prompt_in_part()) continue;
         ++num_partial;
         num_long += is_long(other->num_remaining());
@@ -149,7 +149,7 @@ int Policy::next_chunk(const Request& r, int budget, const StepWork& work, doubl
 
 int Policy::draft_length(const Request& r, int most) const {
     if (r.num_planned() != r.num_known()) return 0;
-    // Its row samples one token more than it has guesses.
+    // Its row samples one token more than it has draft tokens.
     return std::max(0, std::min({static_cast<int>(r.draft.size()), most, r.last_len - r.num_known() - 1}));
 }
 

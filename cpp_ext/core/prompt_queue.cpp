@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kRecent = 512;
 constexpr double kMaxOvertakingPart = 0.9;
-constexpr double kNoTime = 1e-9;  // and no token
+constexpr double kNoTime = 1e-9;  // counts as 0 seconds, or 0 tokens
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -107,7 +107,7 @@ bool PromptQueue::interrupts() const {
     return policy_ != SchedulingPolicy::kFcfs && policy_ != SchedulingPolicy::kPriority;
 }
 
-// The prompt that goes first of those that have begun and are not yet computed; null if none is.
+// Returns the prompt that goes first of those that have begun and are not yet computed; null if there is none.
 QueuedPrompt* PromptQueue::head(double now_s, const PromptPace& pace) {
     const auto place = [&](const QueuedPrompt& prompt, double num_left) {
         double rank = (prompt.arrived_s - now_s) / num_left;
@@ -174,7 +174,7 @@ PromptQueue::Rest PromptQueue::rest_of(const QueuedPrompt& prompt, const PromptP
     return {num_left, steps * part, work_s * part, service_s * part, 0.0};
 }
 
-// Sets what is computed before the prompt.
+// Sets `before` of each rest: the part that is computed before the prompt.
 void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
     if (policy_ == SchedulingPolicy::kHrrn) return order_by_ratio(prompt, pace, rests);
     const double end = end_of_class(prompt.priority);
@@ -195,7 +195,7 @@ void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std:
     for (size_t i = 0; i < rests.size(); ++i) rests[i].before = is_ahead(entries_[i].prompt, rests[i]);
 }
 
-// Those of a higher priority go first, and then the race decides.
+// Prompts of a lower priority number go first; among equal ones, a simulated race decides.
 void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
     double begins_s = 0;
     std::vector<Racer> racers;
@@ -220,8 +220,8 @@ void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& p
     }
 }
 
-// The part of each prompt ahead that is computed before the new one: while a flow computes its own prompts up to this
-// one, which takes `own_s` and those before it, each other flow gets as much time by its weight.
+// Returns, for each prompt ahead, the part that is computed before the new one. While the new prompt's flow computes
+// its own prompts up to this one, which takes `own_s`, each other flow gets as much time in proportion to its weight.
 std::vector<double> PromptQueue::shares(const QueuedPrompt& prompt, double own_s,
                                         const std::vector<Rest>& rests) const {
     struct Flow {
@@ -263,7 +263,7 @@ double PromptQueue::overtaking_part(const QueuedPrompt& prompt, const PromptPace
         if (other.priority < prompt.priority) return 1;
         if (other.priority > prompt.priority || other.flow != prompt.flow) return 0;
         switch (policy_) {
-            case SchedulingPolicy::kHrrn:  // the part of its wait during which it can be overtaken
+            case SchedulingPolicy::kHrrn:  // the part of the prompt's wait during which it can be overtaken
                 return lane(other) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
             case SchedulingPolicy::kSpf:
                 return other.num_left < prompt.num_left;

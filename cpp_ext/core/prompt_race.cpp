@@ -13,22 +13,22 @@ namespace swiftkv {
 namespace {
 
 constexpr int kNumLanes = 33;
-constexpr int kMaxTurns = 256;  // a wait behind so many is known well enough
+constexpr int kMaxTurns = 256;  // after so many, the wait is known well enough
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 int lane_of(const Racer& r) {
     return swiftkv::lane_of(static_cast<int>(r.num_left));
 }
 
-// Whether `a` goes before `b` after so long.
+// Whether `a` goes before `b` after `time_s`.
 bool goes_before(const Racer& a, const Racer& b, double time_s) {
     const double left = (a.waited_s + time_s) * b.num_left, right = (b.waited_s + time_s) * a.num_left;
     return left != right ? left > right : a.num_left < b.num_left;
 }
 
-// How long `first`, of which `speed` tokens a second are computed, goes on from `time_s` before `other` interrupts it.
-// It does so after a whole number of steps, once its ratio, `(waited_s + time_s + t) / num_left`, is as high as that of
-// `first`, `(waited_s + time_s + t) / (num_left - speed * t)`.
+// Returns the time for which `first`, computed at `speed` tokens a second, goes on from `time_s` before `other`
+// interrupts it. That happens after a whole number of steps, once the ratio of `other`, `(waited_s + time_s + t) /
+// num_left`, is as high as that of `first`, `(waited_s + time_s + t) / (num_left - speed * t)`.
 double interrupted_after_s(const Racer& first, const Racer& other, double speed, double time_s, double step_s) {
     const double waited_s = first.waited_s + time_s, other_s = other.waited_s + time_s;
     const double linear = first.num_left - speed * other_s - other.num_left;
@@ -73,9 +73,9 @@ class Race {
         Racer* racer;  // null: it is the prompt that arrives
     };
 
-    // Whether one goes before the prompt that arrives at any time: it came earlier, and is shorter.
+    // Whether a racer goes before the arriving prompt at any time: it came earlier and is no longer.
     bool is_sure(const Racer& r) const { return r.num_left <= own_.num_left; }
-    // Whether nobody else is left who may.
+    // Whether only racers that surely go before the arriving prompt are left.
     bool is_decided() const {
         return num_longer_of_lane_ == 0 &&
                std::ranges::all_of(racers_, [&](const Running& r) { return !r.racer || is_sure(r.now); });
@@ -96,15 +96,15 @@ class Race {
             }
         }
     }
-    // Whether one has ended, or goes before nobody any more who goes before the prompt that arrives: their ratios are
-    // higher from now on, since they are shorter.
+    // Whether a racer has ended, or no longer goes before any racer that goes before the arriving prompt: these have
+    // higher ratios from now on, because they are shorter.
     bool is_over(const Running& r) const {
         if (!r.racer || is_sure(r.now)) return r.now.service_s <= 0;
         return r.now.num_left >= longest_of_lane_ &&
                (r.now.waited_s + time_s_) * longest_of_lane_ < time_s_ * r.now.num_left;
     }
 
-    // The first racers of all lanes, and those that have begun.
+    // Lines up the racers that have begun, and the first of each lane.
     void line_up() {
         std::array<Racer*, kNumLanes> heads{};
         for (auto r = others_.rbegin(); r != others_.rend(); ++r) {
@@ -121,7 +121,7 @@ class Race {
         if (!heads[own_lane_]) racers_.push_back({own_, nullptr});
     }
 
-    // Lets the next one of its lane line up.
+    // Begins a racer; the next one of its lane lines up.
     void begin(size_t i) {
         racers_[i].now.has_begun = true;
         const Racer now = racers_[i].now;
@@ -133,7 +133,7 @@ class Race {
             racers_.push_back({own_, nullptr});
     }
 
-    // Computes one until it ends or is interrupted.
+    // Computes a racer until it ends or is interrupted.
     void compute(size_t i) {
         auto& [now, racer] = racers_[i];
         double turn_s = now.service_s;
@@ -156,7 +156,7 @@ class Race {
     const double step_s_;
     double time_s_;
     std::vector<Running> racers_;
-    int num_longer_of_lane_ = 0;  // of those that wait before the prompt that arrives
+    int num_longer_of_lane_ = 0;  // longer prompts that wait before the arriving prompt in its lane
 };
 
 }  // namespace

@@ -12,15 +12,16 @@ void Refusal::note(const Request& r, int num_running, int token_budget, int shor
     short_group_ = short_group;
 }
 
-// More running requests ask for more spare blocks. Of what changes without a new room version, blocks that others take
-// lessen the room, and those that are evicted from the match lengthen what is left to compute by as much as they add;
-// only of windows a shorter match may need less. Room that comes to other groups does not help the one that is short.
+// More running requests ask for more spare blocks. Without a new room version, two things can change. Blocks that
+// others take lessen the room. Blocks evicted from the match add as much to what must be computed as to the room; only
+// in window groups may a shorter match need less, and that changes the version. Room in other groups does not help the
+// group that is short.
 bool Refusal::still_holds(const Request& r, int num_running, int token_budget) const {
     return request_ == &r && room_version_ == cache_.room_version(short_group_) && num_running >= num_running_ &&
            (short_group_ != kNone || token_budget == token_budget_);
 }
 
-// Keys are chained: a later block of `running` can only be one of the prompt's if the first one is.
+// Keys are chained: a later block of `running` can only be one of the prompt's if the first new one is.
 void Refusal::note_commit(const Request& running, int num_blocks) {
     if (!request_) return;
     const int first = running.table.num_committed;

@@ -1,15 +1,15 @@
 // Both ends of a step: schedule() plans it, commit() takes its result. Other files fill a step (step_builder.cpp), deal
 // with extents of peers (scheduler_lending.cpp: settle_lending, drop_lost), with storage (scheduler_storage.cpp) and
-// with pins (scheduler_pins.cpp: clear_the_way), and refuse requests (scheduler_limits.cpp).
+// with pins (scheduler_pins.cpp: clear_the_way), and check sizes (scheduler_limits.cpp).
 //
 // The parts:
 //   cache_      the blocks of every KV group, and the prefix index
 //   roster_     the requests, those that run and those that wait
 //   order_      says which waiting request is next; shares_ says which tenant's
 //   policy_     says how much of a prompt a step takes, and which request leaves when blocks run out
-//   refusal_    remembers the requests that found no room, until that may have changed
-//   pins_       the prefixes that stay
-//   demand_     counts the blocks that requests want, by which lenders decide
+//   refusal_    remembers the request that found no room last, until that may have changed
+//   pins_       the prefixes that stay in the pool
+//   demand_     counts the blocks that requests want; lenders decide by it
 //   step_time_  predicts the seconds of a step
 //   writer_     makes the flat arrays of a step
 //   open_       the steps that are planned and not committed, two at most
@@ -68,7 +68,7 @@ void Scheduler::abort(std::span<const RequestId> ids) {
     for (RequestId id : ids) abort_one(id);
 }
 
-// A step in progress still computes the request; its commit ignores what came of it.
+// Ends a request. A step in progress may still compute it; its commit ignores the result.
 void Scheduler::abort_one(RequestId id) noexcept {
     if (Request* request = roster_.find(id)) end(*request);
 }
@@ -91,8 +91,9 @@ std::unique_ptr<StepPlan> Scheduler::schedule(double now_s) {
     return plan_step(now_s);
 }
 
-// A step copies blocks while its layers run, or before, so the next one must not be planned before they have arrived.
-// Extents are attached and taken away only while no step is in progress.
+// Whether a step may be planned while another is in progress. A step copies blocks before or while its layers run, so
+// the next one must not be planned before the copies are done. Recalled extents and the layer-stream cache change only
+// while no step is in progress.
 bool Scheduler::can_plan_ahead() const {
     return !must_commit_ && !open_.back().has_copies && !cache_.is_draining() && !cache_.must_resize_staging();
 }
@@ -103,13 +104,13 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
     StepBuilder step(cache_, roster_, pins_, policy_, *order_, shares_, refusal_, now_s);
 
-    settle_lending();  // extents that were recalled are emptied, and the layer-stream cache follows what is borrowed
-    cache_.forget_idle_moves();  // those of blocks that have been let go since
-    // The copies go alone: the lender that recalled extents waits for them, and need not wait for a step as well.
+    settle_lending();            // empties recalled extents, and fits the layer-stream cache to what is borrowed
+    cache_.forget_idle_moves();  // of blocks that were let go meanwhile
+    // The copies go alone: the lender that recalled extents waits for them, and should not wait for a step as well.
     if (cache_.has_copies()) return open(step);
     fill(step);
     meetings_.insert(meetings_.end(), step.meetings().begin(), step.meetings().end());
-    note_demand();  // before drafts, which are guesses and no demand
+    note_demand();  // before drafts, which are not demand
     if (!must_commit_) step.add_drafts();
     cache_.forget_idle_moves();
 
@@ -123,11 +124,11 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     return nullptr;
 }
 
-// Running requests go on before any is admitted, except for those that the order puts before prompts. Where prompts are
-// not split, one that is longer than max_num_batched_tokens gets a step of its own.
+// Fills a step. Running requests go on before any is admitted, except for those that the order puts before prompts. If
+// prompts are not split, one that is longer than max_num_batched_tokens gets a step of its own.
 void Scheduler::fill(StepBuilder& step) {
     const int num_before = roster_.num_preempted();
-    // Whether a request left for want of blocks. A displaced one does not count: another takes its blocks.
+    // Whether a request was preempted for want of blocks. A displaced one does not count: another takes its blocks.
     const auto has_preempted = [&] { return roster_.num_preempted() - step.num_displaced() > num_before; };
     roster_.note_cached();
     if (step.may_seat()) roster_.refresh_waiting();
@@ -135,21 +136,21 @@ void Scheduler::fill(StepBuilder& step) {
     step.schedule_decodes();
     if (!step.must_commit() && !has_preempted()) step.admit_before_prefills();
     step.schedule_prefills();
-    // Nobody is admitted into blocks that were just taken from a preempted request, unless nobody else runs.
+    // No request is admitted into blocks that were just taken from a preempted one, unless the step would be empty.
     if (!step.must_commit() && (!has_preempted() || step.is_empty())) {
-        if (has_preempted()) {  // their blocks may empty a recalled extent, or hold a longer prompt
+        if (has_preempted()) {  // without its blocks a recalled extent may be empty, or a longer prompt fit
             settle_lending();
             step.admit_oversized_prompt();
         }
         step.admit_waiting();
     }
     clear_the_way(step);
-    // A request that would have to leave takes part in the step in progress, which must be committed first.
+    // True if a request that has to leave takes part in the step in progress, which must be committed first.
     must_commit_ = step.must_commit();
     prefix_matches_total_ += step.num_matches();
 }
 
-// The step is in progress from now on, until it is committed.
+// Writes the plan of the step, which is in progress from now on until it is committed.
 std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
     std::unique_ptr<StepPlan> plan = writer_.write(step.rows(), step.admitted(), roster_.take_preempted());
     for (const Request* r : step.admitted()) {
@@ -166,7 +167,7 @@ std::unique_ptr<StepPlan> Scheduler::open(StepBuilder& step) {
     for (StepRow& row : step.rows()) {
         Request& r = *row.request;
         r.is_in_step = false;
-        // Blocks that are copied in from lenders: if one of these dies, the row does not count.
+        // If a lender dies from which one of these blocks is copied, the row does not count.
         if (cache_.can_borrow()) row.arrivals = cache_.arrivals(r.table, ceil_div(r.num_planned(), limits_.block_size));
     }
     const bool has_copies = cache_.has_copies() || !cache_.local_moves().empty();
@@ -205,8 +206,9 @@ StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
     return result;
 }
 
-// A row is one request's part of a step. Its `request` is null if the request has ended since, or gave up its steps in
-// progress; `is_lost` says that blocks of such a step are gone with their lender. Either way the row does not count.
+// Commits one request's part of a step. `row.request` is null if the request has ended since, or has given up its steps
+// in progress. Its `is_lost` is true if blocks of such a step are gone with their lender. Either way the row does not
+// count.
 void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result) {
     const auto tell = [&](TokenId token, FinishReason reason) {
         result.request_ids.push_back(row.id);
@@ -223,7 +225,7 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
     Request& r = *row.request;
     FinishReason reason = FinishReason::kRunning;
     size_t i = 0;
-    // A token counts if every draft token before it was right: it was sampled as the one that follows them.
+    // A token counts only if every draft token before it was right, because it was sampled to follow them.
     for (; i < sampled.size() && reason == FinishReason::kRunning; ++i) {
         if (i > 0 && sampled[i - 1] != row.draft[i - 1]) break;
         reason = sampled[i] < 0 ? FinishReason::kBroken : r.append(sampled[i], limits_);
@@ -238,8 +240,8 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
     if (reason != FinishReason::kRunning) end(r);
 }
 
-// The first `num_computed` tokens of a request have their KV; steps in progress compute `num_scheduled` more, and
-// sample `num_unknown` behind the last known one.
+// Counts the row's tokens as computed. The first `num_computed` tokens of a request have their KV. Steps in progress
+// compute `num_scheduled` more, and sample `num_unknown` after the last known one.
 void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
     Request& r = *row.request;
     r.num_computed += row.num_tokens - num_rejected;
@@ -263,7 +265,7 @@ void Scheduler::end(Request& r) {
     roster_.erase(r);
 }
 
-// From now on the request's rows in the steps in progress do not count.
+// Makes the request's rows in the steps in progress no longer count.
 void Scheduler::leave_steps(const Request& r, bool is_dropped) {
     for (Step& step : open_) {
         for (StepRow& row : step.rows) {
@@ -289,7 +291,7 @@ void Scheduler::abandon() {
 
 void Scheduler::abandon_step() noexcept {
     open_.pop_front();
-    // All that run, in the step or not: it may have moved any block, and its copies are worth nothing.
+    // Drops all running requests, in the step or not: it may have moved any block, and its copies failed.
     while (!roster_.running().empty()) drop_steps(*roster_.running().back());
     cache_.settle_failed();
     pins_.drop_broken();

@@ -1,4 +1,4 @@
-// Extents come and go between the steps of a scheduler, and in the middle of them.
+// The part of the scheduler that handles extents, which come and go between and during steps.
 #include <algorithm>
 #include <mutex>
 
@@ -7,15 +7,15 @@
 
 namespace swiftkv {
 
-// Lets the cache follow what has been lent and recalled since the step before.
+// Makes the cache follow the extents that were borrowed and recalled since the previous step.
 void Scheduler::settle_lending() {
-    if (!open_.empty()) return;  // what it uses stays where it is
+    if (!open_.empty()) return;  // the blocks of the step in progress stay where they are
     cache_.shrink_staging();
     if (cache_.is_draining()) {
         while (!cache_.drain(roster_.running_tables())) {
             ensure(roster_.num_running() > 0, "nothing is in the way of a drain when nobody runs");
             roster_.preempt(policy_.victim(roster_.running()));
-            cache_.shrink_staging();  // what it held is staged no more, and it may begin again in the room of that
+            cache_.shrink_staging();  // its blocks are no longer staged; it may begin again in that room
         }
     }
     cache_.grow_staging();
@@ -23,9 +23,9 @@ void Scheduler::settle_lending() {
 
 std::vector<int> Scheduler::lend(int lend_link, int max_extents) {
     const std::lock_guard lock(mutex_);
-    if (is_copying_) return {};  // what storage is to have must not be evicted before it is copied
-    if (cache_.shares_extents() && is_step_copying()) return {};  // what has moved is still read where it was
-    // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
+    if (is_copying_) return {};  // blocks that storage takes must not be evicted before they are copied
+    if (cache_.shares_extents() && is_step_copying()) return {};  // the step still reads moved blocks where they were
+    // Blocks that a step in progress copies may be cached already, and must not be evicted before it ends.
     return cache_.lend(lend_link, max_extents, !cache_.can_borrow() || open_.empty());
 }
 
@@ -66,8 +66,8 @@ void Scheduler::end_loading(std::span<const BlockId> blocks, bool is_loaded) {
     cache_.end_loading(blocks, is_loaded);
 }
 
-// Nothing is planned until the steps in progress are committed: nobody else gets the slot of a request that they drop
-// before samplers have taken back, by slot, what they counted for it.
+// Drops requests whose blocks were lost. No step is planned until those in progress are committed, so that no other
+// request gets the slot of a dropped one before samplers have taken back, by slot, what they counted for it.
 void Scheduler::drop_lost() noexcept {
     for (const Step& step : open_)
         for (const StepRow& row : step.rows)
@@ -84,7 +84,8 @@ void Scheduler::drop_lost() noexcept {
     pins_.drop_broken();
 }
 
-// Asks the row and not its request, which may hold other blocks by now: equal ones that were in the cache.
+// Whether a row reads lost blocks. Checks the row's own blocks, because its request may hold others by now: equal ones
+// that were in the cache.
 bool Scheduler::reads_lost(const StepRow& row) const {
     return std::any_of(row.arrivals.begin(), row.arrivals.end(),
                        [&](const auto& arrival) { return cache_.is_lost(arrival.first, arrival.second); });

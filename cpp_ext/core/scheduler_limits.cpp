@@ -26,7 +26,7 @@ int64_t blocks_to_borrow(int group, const std::vector<Link>& borrow_links) {
     return borrowed;
 }
 
-// Blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
+// Returns the number of blocks that one sequence can have if all links lend all they can (paper Eqs. 4 and 5).
 int64_t blocks_with_lending(const GroupSpec& spec, int group, const std::vector<Link>& borrow_links) {
     const int64_t borrowed = blocks_to_borrow(group, borrow_links);
     const int64_t layer_blocks = int64_t{spec.num_blocks} * spec.num_layers;
@@ -78,7 +78,7 @@ void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
     const GroupSpec& spec = groups[link.group];
     require(spec.layer_block_bytes > 0 && link.extent_bytes > 0,
             "borrowing needs layer_block_bytes of the group and extent_bytes of the link");
-    // Within an int64: check_group() has seen to a product that is larger, unless an extent is larger than the pool.
+    // An extent may be larger than the pool, whose product check_group() has checked: overflow is checked here.
     int64_t used_bytes = 0, link_bytes = 0, end = 0;
     require(!__builtin_mul_overflow(int64_t{link.blocks_per_extent} * spec.num_layers, spec.layer_block_bytes,
                                     &used_bytes) &&
@@ -90,7 +90,7 @@ void check_borrow_link(const Link& link, const std::vector<GroupSpec>& groups) {
             "a borrow link needs base_offset_bytes >= 0 and an end that an int64 holds");
 }
 
-// The extents that one sequence needs if all links lend all they can.
+// Returns the number of extents that one sequence needs if all links lend all they can.
 int64_t extents_with_lending(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
                              const std::vector<Link>& borrow_links) {
     const int64_t num_extents = groups[0].num_blocks / groups[0].blocks_per_extent;
@@ -107,7 +107,7 @@ int64_t extents_with_lending(const std::vector<GroupSpec>& groups, const Schedul
     return num_needed;
 }
 
-// Throws unless all groups share extents, or none does.
+// Throws unless all groups share equally many extents, which suffice for one sequence, or none shares any.
 void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& limits,
                  const std::vector<Link>& borrow_links) {
     const GroupSpec& first = groups[0];
@@ -127,7 +127,8 @@ void check_house(const std::vector<GroupSpec>& groups, const SchedulerLimits& li
                                            std::to_string(num_needed));
 }
 
-// Blocks and nodes are numbered with int32. One link's blocks may fill an int64, so the sum is checked as it grows.
+// Throws unless an int32 can number all blocks and nodes. One link's blocks may fill an int64, so the sum is checked as
+// it grows.
 void check_count_of_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& borrow_links) {
     int64_t total = 0;
     const auto count = [&](int64_t num_blocks) {

@@ -1,4 +1,4 @@
-// Prefixes that are pinned, between the steps of a scheduler and in the middle of them.
+// The part of the scheduler that handles pins.
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -25,12 +25,12 @@ std::vector<PinId> Scheduler::take_lost_pins() {
     return pins_.take_lost();
 }
 
-// Called when a request could run if it were alone, and no other runs or loads: then pins are in its way, or blocks
-// that it would find in the prefix cache.
+// Gives up pins, and then prefix matches, for a request that could run if it were alone. If no other request runs and
+// nothing loads, only pins can be in its way, or the blocks that it would find in the prefix cache.
 void Scheduler::clear_the_way(StepBuilder& step) {
     if (roster_.num_running() > 0 || !open_.empty() || cache_.has_loading()) return;
     while (step.is_empty() && step.has_refused() && pins_.give_way()) {
-        settle_lending();  // room that pins have left may be wanted to stage in
+        settle_lending();  // the layer-stream cache may need the room that the pin has left
         step.admit_oversized_prompt();
         step.admit_waiting();
     }

@@ -1,4 +1,4 @@
-// The storage calls of the scheduler. The thread that steps makes them, between two steps.
+// The storage calls of the scheduler. The thread that makes the steps calls them between two steps.
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
@@ -106,9 +106,9 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     check_has_keys(num_blocks, keys);
     if (first < 0 || first > num_blocks) throw std::invalid_argument("first: it is not from 0 to num_blocks");
-    if (is_step_copying()) return {};  // it reads blocks that leave their places, which are free already
+    if (is_step_copying()) return {};  // it still reads moved blocks from places that count as free already
     if (roster_.awaits_loads()) return {};
-    // Blocks that a step in progress copies may be cached already: they must not be evicted before it ends.
+    // Blocks that a step in progress copies may be cached already, and must not be evicted before it ends.
     const bool may_evict = !cache_.can_borrow() || open_.empty();
     const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));
     const Spare spare{policy_.spare_blocks(roster_.running()), num_to_compute};
@@ -119,8 +119,9 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     return loading;
 }
 
-// The prefixes that storage has brought for other requests, or still brings, and that these have not begun to use: a
-// load may not evict them for a request that does not go before. Requests that no room would help do not count.
+// Returns the prefixes that storage has loaded, or still loads, for requests of the same or a lower priority number
+// that have not begun to use them: a load for this request may not evict them. Requests that could not run even if they
+// were alone do not count.
 std::vector<std::span<const BlockKey>> Scheduler::prefixes_brought_before(const Request& request) const {
     std::vector<std::span<const BlockKey>> prefixes;
     const auto add = [&](const Request* other) {

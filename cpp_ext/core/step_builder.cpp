@@ -32,7 +32,7 @@ void StepBuilder::schedule_decodes() {
     limit_s_ = policy_.time_limit_s(work_);
 }
 
-// Those that the step does not have yet, in order.
+// Returns the running prompts that are computed in part and not yet in the step, in order.
 std::vector<Request*> StepBuilder::prompts_in_part() const {
     std::vector<Request*> prompts;
     for (Request* r : roster_.running())
@@ -44,7 +44,7 @@ std::vector<Request*> StepBuilder::prompts_in_part() const {
     return prompts;
 }
 
-// Behind the others of their priority, as if they waited.
+// Moves prompts of flows that are past their share after the others of their priority, as in the waiting queue.
 void StepBuilder::put_back_past_share(std::vector<Request*>& prompts) const {
     std::map<int64_t, int64_t> least;  // of the counters, by priority
     for (const Request* r : prompts) {
@@ -83,7 +83,7 @@ template <class MayGo>
 void StepBuilder::admit_while(MayGo may_go) {
     WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
     int num_refused = 0;
-    const Request* refused = nullptr;  // the first
+    const Request* refused = nullptr;  // the first one
     for (int i = 0; i < policy_.max_looks() && !is_closed() && may_seat(); ++i) {
         Request* r = waiting.next();
         if (!r || !may_seat(r->priority) || class_of(r->priority) >= displaced_class_ || !may_go(*r)) return;
@@ -107,7 +107,7 @@ void StepBuilder::admit_before_prefills() {
     const std::vector<Request*> prompts = prompts_in_part();
     if (prompts.empty()) return;
     const Request& first = *prompts.front();
-    // All prompts are of the class of the first if that was displaced: the lowest.
+    // If the first prompt has been displaced, all prompts are of its class, the lowest.
     admit_while([&](const Request& r) { return first.slot == kNone || goes_before(r, first); });
 }
 
@@ -121,7 +121,7 @@ void StepBuilder::admit_unmatched() {
     admit_waiting();
 }
 
-// Notes since when the request has been stuck.
+// Whether the request would have no room even if it were alone. Notes since when.
 bool StepBuilder::is_stuck(Request& r) const {
     if (policy_.could_hold(r)) {
         r.stuck_since_s = -1;
@@ -162,7 +162,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     const int spare = policy_.spare_blocks(roster_.running());
     const int longest = longest_chunk(r);
     int n = 0;
-    // The whole prompt must fit, whatever part of it this step computes.
+    // The whole prompt must fit, even if this step computes only a part.
     const auto has_room = [&] {
         const int chunk = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
         n = policy_.fitting_chunk(r, chunk, table_end(r, chunk), {spare, blocks_behind_front(r, chunk)});
@@ -194,7 +194,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     return true;
 }
 
-// There was no room for `num_tokens` tokens of a waiting request.
+// Refuses a waiting request for which there was no room for `num_tokens` tokens.
 void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     const int chunk_end = r.num_computed + std::max(num_tokens, 1);
     const int spare = policy_.spare_blocks(roster_.running());
@@ -206,8 +206,9 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     refusal_.note(r, roster_.num_running(), token_budget, short_group);
 }
 
-// As many of those that give way as leave a slot and room for a request whose table has what it found in the cache;
-// none if all of them do not, or the step has too few tokens left.
+// Returns as many of the requests that give way as must leave to make a slot and room for a request, whose table has
+// the blocks that it found in the cache. Returns none if all of them do not suffice, or the step has too few tokens
+// left.
 std::vector<Request*> StepBuilder::who_must_leave(const Request& r, std::vector<Request*> giving_way,
                                                   int token_budget) const {
     if (giving_way.empty() || policy_.first_chunk(r, token_budget, work_, limit_s_) > token_budget) return {};
@@ -221,7 +222,7 @@ std::vector<Request*> StepBuilder::who_must_leave(const Request& r, std::vector<
     return giving_way;
 }
 
-// Returns whether anybody has left. Nobody does while a step in progress has one of them.
+// Displaces these requests, unless a step in progress has one of them. Returns whether it did.
 bool StepBuilder::displace(std::span<Request* const> leaving) {
     const auto tokens_in_step = [&](const Request* r) { return r->is_in_step ? row_of(*r)->num_tokens : 0; };
     const auto is_in_progress = [&](const Request* r) { return r->num_scheduled > tokens_in_step(r); };
@@ -244,7 +245,7 @@ std::vector<StepRow>::iterator StepBuilder::row_of(const Request& in_step) {
     return found;
 }
 
-// The step computes nothing of the request after all.
+// Takes the request's row out of the step.
 void StepBuilder::take_out(Request& r) {
     const auto row = row_of(r);
     r.is_in_step = false;
@@ -256,8 +257,8 @@ void StepBuilder::take_out(Request& r) {
     for (const StepRow& other : rows_) work_.add_row(other.request->num_planned() - other.num_tokens, other.num_tokens);
 }
 
-// Gets blocks for the next `num_tokens` tokens of a running request, from others if need be; or for fewer where
-// sliding-window groups have no more room. Returns for how many; 0: there is no room.
+// Gets blocks for the next `num_tokens` tokens of a running request, or for fewer if sliding-window groups have no more
+// room. Preempts others if need be. Returns the number of tokens; 0 if there is no room.
 int StepBuilder::make_room(Request& r, int num_tokens) {
     r.awaits_loads = false;
     while (true) {
@@ -275,14 +276,15 @@ int StepBuilder::make_room(Request& r, int num_tokens) {
     }
 }
 
-// Whether a request must keep its blocks until those that it lacks are no longer loading. Without them it would be
-// preempted, and if it does not match the prefix cache, it would compute the same tokens in every step.
+// Whether a request must keep its blocks until loads have ended and free the blocks that it lacks. Otherwise it would
+// be preempted, and a request that does not match the prefix cache would compute the same tokens again and again.
 bool StepBuilder::must_await_loads(const Request& r, int num_tokens) const {
     const int least = least_chunk(num_tokens);
     return r.skip_prefix_match && cache_.is_short_of_loads(r.table, r.num_planned() + least, table_end(r, least));
 }
 
-// Makes room for the least part of a request that a step can compute, if moving used blocks about does.
+// Moves used blocks to make room for the least part of a request that a step can compute; returns false if that does
+// not help.
 bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
     if (!cache_.shares_extents()) return false;
     std::vector<BlockTable*> tables = roster_.running_tables();
@@ -294,15 +296,15 @@ bool StepBuilder::compact(Request& r, int num_tokens, int spare) {
 
 // ---- the front of a prompt is computed while storage loads its back ----
 
-// Returns the most tokens that the next chunk of a prompt may have. While storage loads the back, chunks end where that
-// begins. If blocks are still missing then, the request computes some of them, and the two meet, whichever is late.
-// 0: all of the back is here, and the request skips it as soon as no step in progress computes the request; or it waits
-// for what is missing.
+// Returns the most tokens that the next chunk of a prompt may have. While storage loads the back, chunks end where the
+// part that is loading begins. If blocks are still missing then, the request computes some of them until it meets the
+// loaded part. Returns 0 while the request waits: for the missing blocks or, if all of the back is here, for the step
+// in progress that computes it, after which it skips the back.
 int StepBuilder::longest_chunk(Request& r) {
     if (r.back_end == 0) return r.num_remaining();
     const int next = r.num_planned() / cache_.block_size();
     const Back back = cache_.find_back(std::span(r.keys).first(r.back_end), next);
-    if (back.coming == r.back_end) {  // the back was not read, or has gone again
+    if (back.coming == r.back_end) {  // the back was not loaded, or is gone again
         r.back_end = 0;
         return r.num_remaining();
     }
@@ -316,8 +318,8 @@ int StepBuilder::longest_chunk(Request& r) {
 }
 
 // Returns how many of the missing blocks, `next` to `here`, the request computes: as many as take no longer than
-// storage takes for the others, by what it has read since the request began. 0: it waits, for that is expected to be
-// over sooner. It is half at most, for a block counts as loaded only when its last part is here.
+// storage takes for the others, by its speed since the request began. That may be 0: then waiting is expected to be
+// faster. It is at most half, because a block counts as loaded only when its last part is here.
 int StepBuilder::blocks_to_meet(Request& r, int next, int here) const {
     const int num_begun = r.num_cached / cache_.block_size();
     const std::optional<double> front_s = compute_s(num_begun, next);
@@ -333,8 +335,8 @@ int StepBuilder::blocks_to_meet(Request& r, int next, int here) const {
     return static_cast<int>(std::ranges::partition_point(counts, std::not_fn(takes_longer)) - counts.begin());
 }
 
-// Returns the share where nobody knows how long steps take: as large as the request has had of the blocks that it has
-// computed and storage has read so far. It is a block at least.
+// Returns the same while times are not known: the share that the request has computed of the blocks that it and storage
+// have brought so far, but at least one block.
 int StepBuilder::share_of_missing(const Request& r, int next, int here) const {
     const int64_t computed = r.was_admitted ? next - r.num_cached / cache_.block_size() : 0;
     const int64_t both = computed + r.back_end - here + 2;
@@ -342,7 +344,7 @@ int StepBuilder::share_of_missing(const Request& r, int next, int here) const {
     return std::min(ceil_div(here - next, 2), static_cast<int>(share));
 }
 
-// The seconds that blocks `begin` to `end` of a prompt are expected to take beside those that run.
+// Returns the seconds that blocks `begin` to `end` of a prompt are expected to take beside the running requests.
 std::optional<double> StepBuilder::compute_s(int begin, int end) const {
     return policy_.prefill_s(begin * cache_.block_size(), end * cache_.block_size(), roster_.running());
 }
@@ -354,13 +356,13 @@ void StepBuilder::meet(Request& r) {
     r.num_computed = end * cache_.block_size();
 }
 
-// Returns for how many tokens a request that computes the next `num_tokens` needs blocks of full-attention groups: for
-// all that it has; but while storage loads its back, only for those that it is certain to compute.
+// Returns the number of tokens for which a request that computes the next `num_tokens` needs blocks of full-attention
+// groups: all its tokens, but while storage loads its back, only those that it is certain to compute.
 int StepBuilder::table_end(const Request& r, int num_tokens) const {
     return r.back_end > 0 ? r.num_planned() + num_tokens : r.num_tokens();
 }
 
-// Returns how many more blocks a request will need after the next `num_tokens`, without those that are loading for it.
+// Returns the number of blocks that a request will need after the next `num_tokens`, without those loading for it.
 int StepBuilder::blocks_behind_front(const Request& r, int num_tokens) const {
     if (r.back_end == 0) return 0;
     const int block_size = cache_.block_size();
@@ -379,7 +381,7 @@ void StepBuilder::add(Request& r, int num_tokens) {
     work_.add_row(r.num_planned() - num_tokens, num_tokens);
 }
 
-// Guesses take nothing that others may want: no token of the step, no cached block, and no block that a request needs
+// Drafts take nothing that others may want: no token of the step, no cached block, and no block that a request needs
 // next.
 void StepBuilder::add_drafts() {
     const int spare = policy_.spare_blocks(roster_.running());

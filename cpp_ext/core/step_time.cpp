@@ -9,12 +9,12 @@ namespace swiftkv {
 
 namespace {
 
-constexpr double kRidge = 1e-6;     // of terms that rise and fall together, none gets all
-constexpr int kMinPromptSteps = 4;  // and one of decodes alone
-constexpr int kStepsPerFit = 16;    // but for the first ones, each of which tells much
+constexpr double kRidge = 1e-6;     // divides the time between terms that rise and fall together
+constexpr int kMinPromptSteps = 4;  // and one step of decodes alone
+constexpr int kStepsPerFit = 16;    // except for the first kFirstSteps, each of which is fitted
 constexpr int kFirstSteps = 64;
 constexpr int kErrorWindow = 200;   // predictions
-constexpr double kInterrupted = 2;  // one that took so many times as long as expected was held up by something else
+constexpr double kInterrupted = 2;  // a step that took more times as long as expected was held up by something else
 
 using Terms = StepTime::Terms;
 constexpr int kNumTerms = StepTime::kNumTerms;
@@ -23,7 +23,7 @@ Terms terms_of(const StepWork& work) {
     return {work.num_tokens, work.prompt_pairs, work.decode_context, work.num_rows, work.num_copies, 1.0};
 }
 
-// Solves a x = b for a positive definite `a`, of which the lower half is there, by Cholesky's method in place.
+// Solves a x = b for a positive definite `a` with its lower half given, by Cholesky's method in place.
 Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
     for (int i = 0; i < kNumTerms; ++i) {
         for (int j = 0; j <= i; ++j) {
@@ -53,9 +53,9 @@ void StepWork::add_row(int begin, int count) {
     }
 }
 
-// A step weighs 1 / its expected time squared, so that errors count in relation to it. Weighed by the time that they
-// took, steps that took long by chance would count less than those that did not, and predictions would be too low. That
-// is right for one that was held up: the longer it was, the less it counts.
+// Adds a step with weight 1 / (its expected time)^2, so that relative errors count. With the measured time instead,
+// steps that took long by chance would count less, and predictions would be too low. For a step that was held up that
+// is right, so its weight falls with the measured time.
 void StepTime::Sums::add(const Terms& terms, double duration_s, double expected_s, double retention) {
     ++num_steps;
     const double unit_s = std::clamp(expected_s, duration_s / kInterrupted, duration_s * kInterrupted);
@@ -120,7 +120,7 @@ double StepTime::predict(const StepWork& work) const {
     return sum_s;
 }
 
-// The time of a chunk of n tokens is a n^2 + b n, and its row's.
+// The time of a chunk of n tokens is a n^2 + b n plus the time of its row.
 int StepTime::longest_chunk(const StepWork& work, int begin, double limit_s) const {
     const auto [per_token, per_pair, per_context, per_row, per_copy, constant] = coefficients_;
     const double left_s = limit_s - predict(work) - per_row;
@@ -130,11 +130,11 @@ int StepTime::longest_chunk(const StepWork& work, int begin, double limit_s) con
     return static_cast<int>(std::min<double>(longest, std::numeric_limits<int>::max()));
 }
 
-// Leaves out the term with the lowest coefficient until none is below 0.
+// Fits the coefficients. Leaves out the term with the lowest one until none is below 0.
 Terms StepTime::fitted(const Memory& memory) {
     const Sums &prompts = memory.prompts, &decodes = memory.decodes;
     std::array<Terms, kNumTerms> products;
-    Terms moments, scale;  // terms are scaled to the same size, for they differ by many orders of magnitude
+    Terms moments, scale;  // terms are scaled to one size, because they differ by many orders of magnitude
     for (int i = 0; i < kNumTerms; ++i) {
         const double square = prompts.products[i][i] + decodes.products[i][i];
         scale[i] = square > 0 ? 1 / std::sqrt(square) : 0;

@@ -12,7 +12,7 @@ namespace swiftkv {
 
 namespace {
 
-constexpr int kMaxMoves = 64;  // at once: when a prefix is cached, all may move that have it
+constexpr int kMaxMoves = 64;  // in one call: all requests with a prefix may move when it is cached
 constexpr int kBeforeAll = std::numeric_limits<int>::min(), kBehindAll = std::numeric_limits<int>::max();
 
 }  // namespace
@@ -21,8 +21,8 @@ bool WaitingQueue::Earlier::operator()(const Request* a, const Request* b) const
     return std::tie(a->rank, a->arrival) < std::tie(b->rank, b->arrival);
 }
 
-// A flow none of whose requests waits is idle. It is compared with those that wait; where nobody does, with the one
-// that did last.
+// Notes that a flow begins to wait, if none of its requests waits yet. It is compared with the waiting flows of its
+// priority or, if there are none, with the flow that waited last.
 void WaitingQueue::begin_waiting(const Request& r) {
     std::optional<int64_t> least;
     auto it = lanes_.lower_bound({r.priority, kBeforeAll, kBeforeAll});
@@ -69,7 +69,7 @@ bool WaitingQueue::contains(Request& r) const {
     return found != lanes_.end() && found->second.count(&r) > 0;
 }
 
-// Whether it counts how much of a request is cached.
+// Whether it matters how much of a request is cached.
 bool WaitingQueue::is_looked_up(const Request& r) const {
     return order_.is_by_length() && !r.skip_prefix_match;
 }
@@ -87,7 +87,7 @@ std::optional<WaitingQueue::Awaiting> WaitingQueue::awaiting(Request& r) const {
     return Awaiting{r.keys[known], r.arrival, &r};
 }
 
-// Looks up again what is cached of a request. Returns whether that is another length than before.
+// Looks up again how much of a request is cached, and moves it if that has changed. Returns whether it has.
 bool WaitingQueue::refresh(Request& r) {
     const int size = cache_.block_size(), known = num_known(r);
     if (known == r.num_expected / size) return false;
