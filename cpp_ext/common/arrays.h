@@ -1,4 +1,4 @@
-// Moves arrays across the border to Python without touching their elements.
+// Passes arrays to and from Python without copying their elements.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,7 +20,7 @@ std::span<const T> span_of(const Input<T>& array) {
     return {array.data(), array.size()};
 }
 
-// An array that owns its values.
+// Returns an array that owns its values.
 template <class T>
 Array<T> to_array(std::vector<T> values) {
     auto* owned = new std::vector<T>(std::move(values));
@@ -28,7 +28,7 @@ Array<T> to_array(std::vector<T> values) {
     return Array<T>(owned->data(), {owned->size()}, owner);
 }
 
-// Calls without the GIL: another thread may hold a lock that the call waits for, and want the GIL.
+// Calls `call` without the GIL: another thread may hold a lock that the call needs, and wait for the GIL.
 template <class Call>
 auto without_gil(Call&& call) {
     nanobind::gil_scoped_release released;

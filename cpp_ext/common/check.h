@@ -15,16 +15,16 @@ namespace swiftkv {
     std::abort();
 }
 
-// Ends the process, with a message on standard error, unless `holds`: state changes call this before they write. The
-// engine cannot go on: with wrong books it would write where others keep their bytes, and an orderly shutdown would
-// give back extents that copies still reach. Its death returns the extents to their lenders, and its supervisor
-// restarts it.
+// Ends the process, with a message on standard error, unless `holds`. State changes call this before they write. The
+// engine must not go on: with wrong state it would write where others keep their bytes, and an orderly shutdown would
+// give back extents that copies still reach. When the process ends, its lenders get their extents back, and its
+// supervisor restarts it.
 inline void ensure(bool holds, const char* what, const std::source_location& where = std::source_location::current()) {
     if (!holds) [[unlikely]]
         end_process(what, where);
 }
 
-// Throws unless `holds`. For check_invariants(), which changes nothing and may run at any time.
+// Throws std::runtime_error unless `holds`. For check_invariants(), which changes nothing and may run at any time.
 inline void check_that(bool holds, const char* what) {
     if (!holds) throw std::runtime_error(std::string("invariant broken: ") + what);
 }

@@ -16,7 +16,7 @@ using ExtentId = int32_t;
     throw std::invalid_argument("extents: extent " + std::to_string(extent) + " " + why);
 }
 
-// Throws std::invalid_argument unless all are extents of a link that has `num_extents`, and none is named twice.
+// Throws std::invalid_argument unless all are extents of a link with `num_extents` extents, and none is named twice.
 inline void check_extents(std::span<const ExtentId> extents, int num_extents) {
     for (const ExtentId extent : extents) {
         if (extent < 0 || extent >= num_extents)

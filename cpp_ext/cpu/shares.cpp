@@ -9,14 +9,15 @@ namespace swiftkv {
 namespace {
 
 constexpr double kCapBurstNs = 0.1e9;  // max_share holds over times longer than this
-constexpr double kRounding = 1e-9;     // cores: a sum of parts may be so much more than the whole number that it is
+constexpr double kRounding = 1e-9;     // cores: rounding may make a part so much more than a whole number
 
-// On the engine's clock.
+// The length of a turn on the engine's clock.
 double turn_ns(const Account& of) {
     return static_cast<double>(kTurnNs) * of.cores / of.weight;
 }
 
-// One that computes counts as if its turn were still to come, so that nobody is interrupted before it.
+// The order in which engines choose, the lowest first. An engine that computes counts as if its turn were still to
+// come, so that it is not interrupted before the turn ends.
 double rank(const Account& of) {
     return of.clock_ns - turn_ns(of);
 }
@@ -30,12 +31,12 @@ struct Claim {
     int32_t threads;
     bool is_whole;
     bool is_met = false;  // it is due as many cores as it has threads
-    int32_t cores = 0;    // that it has
+    int32_t cores = 0;    // that it gets
 
     bool operator<(const Claim& other) const { return rank != other.rank ? rank < other.rank : slot < other.slot; }
 };
 
-// Divides cores by weight, none getting more than it has threads, and returns what is due to a weight of 1.
+// Divides cores by weight, but gives no engine more than it has threads. Returns the part that is due to a weight of 1.
 double divide(double cores, std::span<Claim> claims) {
     double weight = 0;
     for (const Claim& claim : claims) weight += claim.weight;
@@ -51,10 +52,10 @@ double divide(double cores, std::span<Claim> claims) {
     return weight > 0 ? cores / weight : 0;
 }
 
-// Each takes what is due to it by weight, rounded up, as long as there are cores; those who are behind choose first.
-// Cores that then rest go to whoever can use them, in the end to an engine that needs more of them than are left. Who
-// got none may still have one beside the others, between which the operating system then divides the cores, unless it
-// is far ahead: where all weigh the same, nobody stands still.
+// Gives each engine the cores that are due to it by weight, rounded up, as long as there are cores. Engines that are
+// behind choose first. Cores that are left go to engines that can use them, at last to one that needs more than are
+// left. An engine that got none still gets one, unless it is far ahead; the operating system then divides the cores
+// between them. So with equal weights no engine stands still.
 void give_cores(int32_t num_cores, std::span<Claim> claims) {
     const double for_weight_1 = divide(num_cores, claims);
     std::sort(claims.begin(), claims.end());
@@ -190,7 +191,8 @@ void ShareAccount::want() {
     if ((table_.wanting & bit_) == 0) table_.wanting.fetch_or(bit_);
 }
 
-// The time in which nobody else wanted cores is nobody's debt: the table's clock goes with the only one that computed.
+// Advances the table's clock to the engine furthest behind. While only one engine wants cores, the table's clock moves
+// with that engine, which so gets no debt.
 void ShareAccount::advance_table_clock() {
     double least = clock_ns();
     if (!is_alone_)
@@ -202,8 +204,8 @@ void ShareAccount::advance_table_clock() {
     }
 }
 
-// An engine that rests saves up a bounded credit, and one that computes on cores which nobody else wanted gets a
-// bounded debt. One that computes may owe two turns more: else its turn would not end beside others with as large a
+// Bounds the credit that an engine saves up while it rests, and the debt that it gets on cores which no other engine
+// wanted. An engine that computes may owe two turns more: else its turn would not end beside others with as large a
 // debt.
 void ShareAccount::stay_near_table_clock() {
     Account& mine = account();

@@ -100,7 +100,7 @@ Permit Turns::wait_for_turn(int64_t began_ns) {
     let_go_on(0);
     wake_others();  // it may be the turn of one of them now
     while (true) {
-        const uint32_t seen = account_.wake();  // before the question: who stops computing after it changes this
+        const uint32_t seen = account_.wake();  // before ask(): an engine that stops computing later changes this
         const int64_t now_ns = monotonic_ns();
         Permit permit = account_.ask(now_ns);
         if (permit.cores == 0 && now_ns - began_ns >= kLongestWaitNs) permit.cores = account_.forgive();

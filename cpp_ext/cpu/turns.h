@@ -6,38 +6,38 @@
 
 #include "shares.h"
 
-// How the engine of this process shares the cores with the others of its node. The thread pool asks between regions and
-// between the chunks of a region; as many threads as there are cores for this engine then go on, and the others stand
-// still. If there are none, all stand still until it is this engine's turn.
+// Shares the cores of a node between the engine of this process and the others. The thread pool asks between regions
+// and between the chunks of a region. Then as many threads go on as there are cores for this engine, and the others
+// stand still; if there are none, all stand still until it is this engine's turn.
 //
-// An engine that dies or is stopped within its turn is not seen any more, and holds others up for kAbsentNs.
+// An engine that dies or is stopped within its turn holds others up for kAbsentNs.
 namespace swiftkv {
 
 class Turns {
   public:
-    // Maps the table behind `fd`, which stays the caller's. An engine of several ranks pays for all of them: each
-    // computes as much as this one, on all of its threads at once or on none. Throws std::system_error if the table
-    // cannot be mapped.
+    // Maps the table at `fd`, which the caller keeps. An engine of several ranks pays for all of them: each computes as
+    // much as this one, on all of its threads at once or on none. Throws std::system_error if the table cannot be
+    // mapped.
     Turns(int fd, int slot, int32_t threads, double weight, double max_share, int num_cores, int num_ranks);
     ~Turns();
     Turns(const Turns&) = delete;
     Turns& operator=(const Turns&) = delete;
 
-    // The thread pool of this process asks these turns, if any, from now on.
+    // Makes the thread pool of this process ask these turns from now on; null: none.
     static void use(Turns* turns) { in_use_.store(turns, std::memory_order_release); }
     static Turns* in_use() { return in_use_.load(std::memory_order_acquire); }
 
-    // A step lies between the two; outside of steps nothing waits. Called by one thread.
+    // Mark the begin and the end of a step; outside of steps nothing waits. Called by one thread.
     void begin();
     void end();
 
-    // For the thread that runs a region: waits for its turn.
+    // Waits for the engine's turn. For the thread that runs a region.
     void check();
     void check_if_contended() {
         if (account_.is_contended() || !has_all_cores()) check();
     }
 
-    // For the other threads of the region: waits while there is no core for it.
+    // Waits while there is no core for this thread. For the other threads of the region.
     static void stand_still(int thread) {
         for (int32_t threads = threads_; thread >= threads; threads = threads_) threads_.wait(threads);
     }
@@ -54,12 +54,12 @@ class Turns {
 
     static constexpr int32_t kAll = std::numeric_limits<int32_t>::max();
     static std::atomic<Turns*> in_use_;
-    static std::atomic<int32_t> threads_;  // that go on; outlives the turns, for threads may wait for it
+    static std::atomic<int32_t> threads_;  // the number that go on; outlives the turns, as threads may wait on it
 
     ShareTable* table_;
     ShareAccount account_;
     int32_t num_threads_;
-    int32_t cores_;  // that it has, at the latest answer
+    int32_t cores_;  // of the latest permit
     int num_ranks_;
     int64_t charged_ns_;        // processor time of this process
     int64_t ask_again_ns_ = 0;  // monotonic

@@ -12,7 +12,7 @@ using namespace nb::literals;
 namespace swiftkv {
 namespace {
 
-// Accounts in memory of its own, in anybody's time.
+// Accounts in private memory, at times that the caller gives.
 class Shares {
   public:
     explicit Shares(int num_cores) : num_cores_(num_cores), table_(std::make_unique<ShareTable>()) {}

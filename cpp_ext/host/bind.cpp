@@ -14,7 +14,7 @@ using namespace swiftkv;
 
 namespace {
 
-// The bytes of a Python object, which cannot go away or move meanwhile.
+// The bytes of a Python object. They cannot go away or move while the Buffer exists.
 class Buffer {
   public:
     Buffer(nb::handle object, bool is_writable) {
@@ -32,7 +32,7 @@ class Buffer {
     Py_buffer view_{};
 };
 
-// The parts of some objects, for a call that runs without the GIL.
+// The parts of several objects, for a call that runs without the GIL.
 class Parts {
   public:
     Parts(const nb::sequence& objects, bool is_writable) {
@@ -61,7 +61,7 @@ std::vector<HostKey> to_keys(const nb::sequence& objects) {
     return keys;
 }
 
-// A mapping, kept for as long as this lives, and what is in it.
+// The objects in a mapping; keeps the mapping alive.
 class Mapped {
   public:
     explicit Mapped(nb::handle memory) : buffer_(memory, true), memory_(buffer_.bytes()) {}
@@ -73,7 +73,7 @@ class Mapped {
     HostMemory memory_;
 };
 
-// Does `call` for one key after the other, until the lock cannot be had in time: the rest are late.
+// Calls `call` for one key after the other. Once it does not get the lock in time, the remaining keys are late.
 template <class Call>
 std::vector<int> each(const nb::sequence& keys, const nb::sequence& parts, bool is_writable, Call call) {
     const std::vector<HostKey> named = to_keys(keys);

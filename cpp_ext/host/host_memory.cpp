@@ -1,5 +1,5 @@
-// One file of more than 400 lines: a process may die at any of them while it holds the mutex, and the next one repairs
-// what it left, so what changes the links and what repairs them is read together.
+// The file has more than 400 lines because a process may die at any of them while it holds the mutex, and the next one
+// repairs what it left: the code that changes the links and the code that repairs them must be read together.
 #include "host_memory.h"
 
 #include <pthread.h>
@@ -43,7 +43,7 @@ uint64_t round_up(uint64_t value, uint64_t unit) {
     return (value + unit - 1) / unit * unit;
 }
 
-// Keeps the compiler and the processor from moving writes past it, so that they are in memory in order whenever the
+// Keeps the compiler and the processor from moving writes past it, so that writes are in memory in order whenever the
 // process is killed.
 void keep_order() {
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -51,7 +51,7 @@ void keep_order() {
 
 }  // namespace
 
-// Everything but the mutex is zero in fresh memory, and means: empty.
+// The state of the whole memory. In fresh memory all links and counts are zero, which means: empty.
 struct HostMemory::Header {
     uint64_t magic;
     uint64_t num_bytes;
@@ -59,18 +59,18 @@ struct HostMemory::Header {
     uint32_t num_chunks;
     uint64_t num_buckets;  // a power of two
     pthread_mutex_t mutex;
-    // All below is guarded by the mutex, and made anew by repair() but for `num_begun` and `num_repairs`.
+    // The mutex guards everything below. repair() makes it anew, except `num_begun` and `num_repairs`.
     Id oldest;
     Id newest;
     Id free;
     uint32_t num_free;   // in the list of `free`
-    uint32_t num_begun;  // chunks that have ever been taken; those behind them are free and in no list
+    uint32_t num_begun;  // chunks that have ever been taken; the chunks after them are free and in no list
     uint32_t num_ready;
     uint32_t num_repairs;
     uint64_t num_uses;
 };
 
-// There is one for each chunk; only `next_chunk` is used of those behind an object's first.
+// The record of a chunk. The record of an object's first chunk describes the object; the others use only `next_chunk`.
 struct HostMemory::Record {
     HostKey key;
     uint64_t num_bytes;
@@ -119,7 +119,7 @@ class HostMemory::Lock {
 
 namespace {
 
-// Says where the parts of the memory begin.
+// The offsets of the parts of the memory.
 struct Layout {
     uint64_t records_at;
     uint64_t buckets_at;
@@ -324,7 +324,7 @@ void HostMemory::touch(Id id) {
     append(id);
 }
 
-// Makes an object the newest.
+// Makes an object the newest one.
 void HostMemory::append(Id id) {
     Record& r = record(id);
     r.used = ++header_.num_uses;
@@ -354,7 +354,7 @@ void HostMemory::leave(Id id) {
     --header_.num_ready;
 }
 
-// Before any of its chunks can be another's, an object is free, and has another generation.
+// Evicts an object. It is marked free, with another generation, before another object can get any of its chunks.
 void HostMemory::evict(Id id) {
     const std::vector<Id> chunks = chain(id);
     if (record(id).state() == kReady) leave(id);
@@ -390,7 +390,8 @@ HostMemory::Id HostMemory::take_chunk() {
     return id;
 }
 
-// The object is in no bucket until publish(): nobody finds what is being written, and two may write the same.
+// Reserves chunks for a new object. It is in no bucket until publish(), so no reader finds it while it is written, and
+// two processes may write the same key.
 std::optional<HostMemory::Reservation> HostMemory::reserve(const HostKey& key, uint64_t num_bytes) {
     const uint32_t needed = chunks_for(num_bytes);
     if (needed > header_.num_chunks || !make_room(needed)) return std::nullopt;
@@ -408,9 +409,9 @@ std::optional<HostMemory::Reservation> HostMemory::reserve(const HostKey& key, u
 
 HostStatus HostMemory::publish(const Reservation& reserved) {
     Record& r = record(reserved.id);
-    if (r.load_tag() != reserved.tag) return HostStatus::kMissing;  // it took so long that others needed the room
+    if (r.load_tag() != reserved.tag) return HostStatus::kMissing;  // evicted: the write took too long
     if (find(r.key) != 0) {
-        evict(reserved.id);  // another has written the same meanwhile
+        evict(reserved.id);  // another process has written the same key meanwhile
         return HostStatus::kOk;
     }
     r.set_state(kReady);
@@ -420,8 +421,8 @@ HostStatus HostMemory::publish(const Reservation& reserved) {
 
 // ---- after a death ----
 
-// Takes the objects whose chains are whole, in order of their last use, and makes all links anew. It may be killed
-// itself: it changes nothing of an object that it keeps but its links.
+// Keeps the objects whose chains are whole, in order of their last use, and makes all links anew. The process may be
+// killed here too: of the objects that it keeps, this changes only the links.
 void HostMemory::repair() {
     ++header_.num_repairs;
     header_.num_begun = std::min(header_.num_begun, header_.num_chunks);
@@ -451,7 +452,7 @@ void HostMemory::repair() {
     }
 }
 
-// Returns whether an object has all its chunks for itself.
+// Claims the chunks of an object; returns whether it has all of them for itself.
 bool HostMemory::claim(Id first, std::vector<bool>& is_claimed) const {
     std::vector<Id> chunks;
     Id id = first;

@@ -15,7 +15,7 @@ using HostKey = std::array<std::byte, 32>;
 // Has the values of swiftkv.storage.backend.Status.
 enum class HostStatus : int { kOk = 0, kMissing = 1, kCorrupt = 2, kLate = 4 };
 
-// An object as a reader or writer holds it: its header and its block, which lie side by side in the memory.
+// The buffers of a reader or writer for an object's header and block, which are contiguous in the memory.
 template <class Byte>
 struct ObjectParts {
     std::span<Byte> header;
@@ -28,16 +28,16 @@ struct LockTimeout : std::runtime_error {
     LockTimeout() : std::runtime_error("another process holds the lock of the host memory") {}
 };
 
-// Objects under keys in one mapping that several processes share, the least recently used giving way. Each of them may
-// be killed at any moment: whatever is found afterwards was written whole.
+// Objects under keys in one mapping that several processes share. The least recently used objects give way. Each
+// process may be killed at any moment: objects that are found afterwards were written whole.
 //
 // An object lies in a chain of chunks. One robust mutex guards all links; bytes are copied without it. The record of an
-// object says which state it is in and which generation of its chunks it is: a reader whose object was evicted while it
-// copied sees another generation afterwards, and takes nothing. A process that gets the mutex from one that died with
-// it makes all links anew from the records, which are valid at every instruction.
+// object has its state and the generation of its chunks: a reader whose object was evicted while it copied sees another
+// generation afterwards, and discards the copy. A process that gets the mutex after its holder died makes all links
+// anew from the records, which are valid at every instruction.
 //
-// A writer that is stopped for longer than `kStaleNs` may lose its chunks, and write to them once it goes on: a
-// checksum must show that to readers. Every method may be called from any thread; deadlines are on CLOCK_MONOTONIC.
+// A writer that is stopped for longer than `kStaleNs` may lose its chunks, and still write to them once it goes on.
+// Readers need a checksum to notice that. Every method may be called from any thread; deadlines are on CLOCK_MONOTONIC.
 class HostMemory {
   public:
     struct Usage {
@@ -49,7 +49,7 @@ class HostMemory {
 
     // Lays out memory that is all zeros. Throws std::invalid_argument if not a single chunk fits.
     static void format(std::span<std::byte> memory, uint32_t chunk_bytes);
-    // The number of chunks in so many bytes, beside what the links take.
+    // The number of chunks that fit into `num_bytes`, beside the header, the records and the buckets.
     static uint32_t num_chunks(uint64_t num_bytes, uint32_t chunk_bytes);
 
     // The memory must stay mapped. Throws std::invalid_argument if it is not laid out.

@@ -9,7 +9,7 @@ BorrowerLedger::BorrowerLedger(int num_extents)
 
 BorrowerLedger::Offered BorrowerLedger::on_offer(std::span<const ExtentId> extents, std::span<const Epoch> epochs) {
     check_leases(extents, epochs, num_extents());
-    // A lender offers anew only what came home, and it comes home only from here.
+    // A lender offers an extent again only after it has come home, and only give_back() sends it home.
     for (size_t i = 0; i < extents.size(); ++i)
         if (epochs[i] > epochs_[extents[i]] && states_[extents[i]] != kNone)
             refuse_extent(extents[i], "is borrowed, and was offered anew");

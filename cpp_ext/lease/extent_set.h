@@ -12,10 +12,10 @@
 
 namespace swiftkv {
 
-// Counts how often an extent was offered; 0: never.
+// The number of times that an extent has been offered; 0: never.
 using Epoch = uint32_t;
 
-// Extents with the epoch each is spoken of at: what a message carries.
+// The extents of a message, each with its epoch.
 struct Leases {
     std::vector<ExtentId> extents;
     std::vector<Epoch> epochs;
@@ -26,7 +26,7 @@ struct Leases {
     }
 };
 
-// Throws std::invalid_argument unless each of these extents of a link is named once and has an epoch.
+// Throws std::invalid_argument unless all are extents of the link, each is named once and each has an epoch.
 inline void check_leases(std::span<const ExtentId> extents, std::span<const Epoch> epochs, int num_extents) {
     if (extents.size() != epochs.size())
         throw std::invalid_argument("extents, epochs: " + std::to_string(extents.size()) + " extents have " +
@@ -34,7 +34,7 @@ inline void check_leases(std::span<const ExtentId> extents, std::span<const Epoc
     check_extents(extents, num_extents);
 }
 
-// A set of extents: adding, removing and taking the last are O(1), and the order depends on nothing but the history.
+// A set of extents. Adding, removing and taking the last are O(1), and the order depends only on earlier operations.
 class ExtentSet {
   public:
     explicit ExtentSet(int num_extents) : places_(num_extents, 0) {}
@@ -62,10 +62,10 @@ class ExtentSet {
 
   private:
     std::vector<ExtentId> members_;
-    std::vector<int> places_;  // of a member in members_; anything for others
+    std::vector<int> places_;  // by extent: its index in members_; any number if it is no member
 };
 
-// The state of every extent of a link, and how many are in each of `N` states.
+// The state of every extent of a link, and the number of extents in each of `N` states.
 template <class State, size_t N>
 class ExtentStates {
   public:

@@ -1,4 +1,4 @@
-// The lender's table of one link: the truth about who may write to an extent.
+// The lender's table of one link, which decides which engine may write to an extent.
 #pragma once
 
 #include <span>
@@ -9,14 +9,14 @@
 namespace swiftkv {
 
 // The life of an extent:
-//   home      the lender's own; nobody else writes to it
-//   offered   the borrower may have it and may not know yet
-//   lent      the borrower said that it has it
-//   recalled  asked back; still the borrower's until it says that it is done
-// Every offer has an epoch of its own, one more than the one before, so what is said of an earlier lease of the same
-// extent is recognised, however late or often it comes. Every operation is O(log n) for each of the n
-// extents that it names. Those that name extents throw std::invalid_argument, and change nothing, for an extent that
-// the link does not have, that is named twice, or that has no epoch; offer() also unless all are home.
+//   home      the lender's own: no other engine writes to it
+//   offered   the borrower may have it, and may not know that yet
+//   lent      the borrower has accepted it
+//   recalled  the lender has asked for it; it is the borrower's until the borrower returns it
+// Every offer has its own epoch, one more than the previous one, so a message about an earlier lease of the same extent
+// is recognised, however late or often it comes. Every operation takes O(log n) for each of the n extents that it
+// names. Operations that name extents throw std::invalid_argument, and change nothing, if the link lacks an extent, or
+// if one is named twice or has no epoch; offer() also unless all are home.
 class LenderLedger {
   public:
     enum State : uint8_t { kHome, kOffered, kLent, kRecalled };
@@ -28,13 +28,13 @@ class LenderLedger {
 
     // home -> offered. Returns the epochs.
     std::vector<Epoch> offer(std::span<const ExtentId> extents);
-    // offered -> lent where the epoch is the current one.
+    // offered -> lent, if the epoch is the current one.
     void on_accept(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
-    // offered or lent -> recalled, as many as there are up to `count`. Returns them.
+    // offered or lent -> recalled, for up to `count` extents. Returns them.
     Leases recall(int count);
-    // offered, lent or recalled -> home where the epoch is the current one. Returns those.
+    // offered, lent or recalled -> home, if the epoch is the current one. Returns the extents that came home.
     std::vector<ExtentId> on_return(std::span<const ExtentId> extents, std::span<const Epoch> epochs);
-    // All -> home. Returns those that were not. Epochs go on, for nothing that was said before may count again.
+    // All -> home. Returns the extents that were not. Epochs go on, so that earlier messages never count again.
     std::vector<ExtentId> peer_died();
 
     const std::vector<State>& states() const { return states_.all(); }

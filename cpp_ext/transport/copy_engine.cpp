@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int64_t kPortionBytes = 256 << 10;
-// Bytes written to a peer are not read here again, so they bypass the caches. Loaded bytes are read next, by attention,
-// so they stay in the caches, unless they are too many.
+// Bytes written to a peer are not read here again, so they bypass the caches. Attention reads loaded bytes next, so up
+// to kMaxCachedLoadBytes of them go through the caches.
 constexpr int64_t kMaxCachedLoadBytes = 16 << 20;
 constexpr int64_t kMinNonTemporalRowBytes = 1 << 10;
 
@@ -24,7 +24,7 @@ double now_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Copies as memcpy does, with non-temporal stores, which leave the destination out of the caches.
+// Copies as memcpy does, but with non-temporal stores, which keep the destination out of the caches.
 void copy_non_temporal(std::byte* to, const std::byte* from, size_t n) {
 #ifdef __SSE2__
     const size_t head = std::min(n, -reinterpret_cast<uintptr_t>(to) & 63);
@@ -61,7 +61,7 @@ CopyEngine::CopyEngine(std::span<std::byte> local, int num_threads, size_t max_t
         throw std::invalid_argument("num_threads must be 1 to " + std::to_string(kMaxThreads));
     try {
         for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
-    } catch (const std::system_error&) {  // the user has no more threads
+    } catch (const std::system_error&) {  // the user may have no more threads
         stop();
         throw;
     }
@@ -128,7 +128,7 @@ std::vector<JobTiming> CopyEngine::take_timings() {
     return taken;
 }
 
-// The bytes of `space` from the first row of a run to the end of its last.
+// Returns the bytes of `space` from the first row of a run to the end of its last row.
 std::span<std::byte> CopyEngine::place(std::span<std::byte> space, const char* name, int64_t offset, int64_t pitch,
                                        const Runs& runs, const Run& run) const {
     int64_t size = 0, end = 0;
@@ -175,7 +175,7 @@ CopyEngine::Phase CopyEngine::make_phase(const Runs& runs, int64_t layer, bool t
         phase.num_bytes += run.count * width;
         Rows rows = to_peer ? Rows{peer, local, block, local_pitch, run.count, width}
                             : Rows{local, peer, local_pitch, block, run.count, width};
-        if (rows.to_pitch == width && rows.from_pitch == width) {  // one run of bytes on both sides
+        if (rows.to_pitch == width && rows.from_pitch == width) {  // contiguous bytes on both sides
             rows.width = kPortionBytes;
             rows.to_pitch = rows.from_pitch = kPortionBytes;
             rows.count = run.count * width / kPortionBytes;
@@ -223,7 +223,7 @@ void CopyEngine::end_phase(Job& job) {
     ++job.phase;
 }
 
-// Advances past phases that have nothing to copy, to the next one that has.
+// Advances to the next phase that has something to copy.
 void CopyEngine::advance() {
     bool any_done = false;
     while (!jobs_.empty()) {

@@ -16,8 +16,8 @@
 
 namespace swiftkv {
 
-// A row of the scheduler's plan: `count` layer blocks of one link at layer 0, a 2-D copy. Offsets count from the first
-// byte of a pool. Staged: the local layer blocks lie side by side, and every layer uses the same ones.
+// A row of the scheduler's plan: a 2-D copy of `count` layer blocks of one link at layer 0. Offsets count from the
+// first byte of a pool. If it is staged, the local layer blocks are contiguous, and every layer uses the same ones.
 struct Run {
     int64_t link;
     int64_t peer_offset_bytes;
@@ -50,8 +50,8 @@ struct CopyError : std::runtime_error {
     std::optional<int64_t> link;  // the link of the run that cannot be copied
 };
 
-// Copies between the local pool and mapped peers: one FIFO lane of jobs on threads of its own. A job's rows may be
-// divided between the threads; the next job, and the second direction of the same job, begin when they are all done.
+// Copies between the local pool and mapped peers: a FIFO queue of jobs with threads of its own. The threads may share a
+// job's rows; the next job, and the second direction of the same job, begin when all of them are done.
 // Every method may be called from any thread.
 class CopyEngine {
   public:
@@ -60,17 +60,17 @@ class CopyEngine {
     // Waits until all submitted jobs are done.
     ~CopyEngine();
 
-    // Both wait until no job is left, so that no job refers to a mapping that is removed.
+    // These wait until no job is left, so that no job refers to a mapping that is removed.
     void set_space(int64_t link, std::span<std::byte> memory);
     void clear_space(int64_t link);
 
-    // Copies first all of `to_peer`, then all of `from_peer`, at one layer. Returns a ticket: 1, 2, 3...
-    // A run that leaves its space or names none makes the ticket fail, and nothing of that job is copied.
+    // Submits a job: first all of `to_peer`, then all of `from_peer`, at one layer. Returns a ticket: 1, 2, 3...
+    // If a run leaves its space, or its link has none, the ticket fails and nothing of the job is copied.
     int64_t submit(const Runs& to_peer, const Runs& from_peer, int64_t layer);
 
-    // Throws CopyError if the job failed (once), std::invalid_argument if there is no such ticket.
+    // Waits for a job. Throws CopyError, once, if it failed; std::invalid_argument if there is no such ticket.
     void wait(int64_t ticket);
-    // Waits for all jobs, and forgets failures.
+    // Waits for all jobs and forgets failures.
     void settle();
 
     std::vector<JobTiming> take_timings();
@@ -85,7 +85,7 @@ class CopyEngine {
         int64_t count;
         int64_t width;
     };
-    // One direction of a job, divided into portions, each for one thread: portion i ends before piece ends[i].
+    // One direction of a job, divided into portions for one thread each: portion i ends before piece ends[i].
     struct Phase {
         std::vector<Rows> pieces;
         std::vector<size_t> ends;
@@ -115,7 +115,7 @@ class CopyEngine {
     const size_t max_timings_;
     std::unordered_map<int64_t, std::span<std::byte>> spaces_;
 
-    mutable std::mutex mutex_;  // of all that follows, and of spaces_
+    mutable std::mutex mutex_;  // guards everything below, and spaces_
     std::condition_variable work_ready_;
     std::condition_variable job_done_;
     std::deque<Job> jobs_;  // the first is being copied
