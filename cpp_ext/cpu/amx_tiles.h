@@ -5,7 +5,8 @@
 // The eight tile registers of the processor. Only for *_amx.cpp; see CMakeLists.txt.
 namespace {
 
-// Written in assembly because gcc 12's intrinsics do not declare that they read memory: it may drop stores before them.
+// Written in assembly because gcc 12's intrinsics do not declare that they read memory: gcc may drop stores before
+// them.
 struct Tiles {
     static void configure(const void* config) { asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory"); }
     static void release() { asm volatile("tilerelease" : : : "memory"); }
@@ -17,7 +18,7 @@ struct Tiles {
     static void load(const void* p, int64_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");
     }
-    // For data that is not read again soon, which must not push other data out of the first-level cache.
+    // Loads data that is not read again soon, without pushing other data out of the first-level cache.
     template <int kTile>
     static void load_passing(const void* p, int64_t stride) {
         asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(kTile) : "memory");

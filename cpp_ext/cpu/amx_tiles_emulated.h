@@ -12,7 +12,7 @@ struct TileState {
     char data[8][16][64] = {};
 };
 
-// The tile registers in software, as strict as the hardware: a fault there is a trap here.
+// The tile registers in software, as strict as the hardware: what faults in hardware traps here.
 struct Tiles {
     static inline thread_local TileState state;
 

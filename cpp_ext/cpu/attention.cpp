@@ -9,7 +9,7 @@
 namespace swiftkv {
 namespace {
 
-// A thread's share is cut into this many tasks at least, if there are as many partitions.
+// A thread's share is cut into at least this many tasks, if there are as many partitions.
 constexpr int kTasksPerThread = 8;
 
 std::byte* thread_scratch(int64_t bytes) {
@@ -59,13 +59,13 @@ std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBat
                              last / kernel.partition_tokens + 1, cost});
         }
     }
-    // The long ones first, so that threads end together.
+    // Long tiles come first, so that threads end together.
     std::stable_sort(tiles.begin(), tiles.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
     return tiles;
 }
 
-// Whether threads that each take the longest task left end together, within a tenth, as far as the tiles with a cost
-// above `long_cost` decide it. `tiles` are sorted, the longest first; each is a task for every KV head.
+// Whether threads that always take the longest task left end together, within a tenth, judged by the tiles with a cost
+// above `long_cost`. `tiles` are sorted, the longest first; each is one task per KV head.
 bool divides_evenly(const std::vector<QueryTile>& tiles, int num_kv_heads, int64_t long_cost, int64_t total_cost) {
     std::vector<int64_t> busy(num_threads());
     for (const auto& tile : tiles) {
@@ -75,8 +75,9 @@ bool divides_evenly(const std::vector<QueryTile>& tiles, int num_kv_heads, int64
     return *std::max_element(busy.begin(), busy.end()) * num_threads() <= total_cost + total_cost / 10;
 }
 
-// Decides which tiles are cut and returns the floats their partial results need. Cutting costs a pass over the partial
-// results, a sixth of the time of 64 queries at 2,048 keys, so it is for tiles that would leave threads waiting.
+// Decides which tiles are cut, and returns the number of floats that their partial results need. Cutting costs a pass
+// over the partial results, a sixth of the time of 64 queries at 2,048 keys, so only tiles that would leave threads
+// waiting are cut.
 int64_t place_partials(const AttentionSpec& spec, std::vector<QueryTile>& tiles) {
     int64_t total_cost = 0;
     for (const auto& tile : tiles) total_cost += tile.cost * spec.num_kv_heads;
@@ -159,7 +160,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
     const auto attend = [&](int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) {
             const AttendTask task = task_at(i);
-            // Where threads are equally fast, each takes every num_threads()-th piece of the work.
+            // If threads are equally fast, each takes every num_threads()-th piece of the work.
             const int64_t following = i + 1 < end ? i + 1 : begin + (end - begin) * num_threads();
             const AttendTask next = task_at(std::min(following, num_tasks - 1));
             kernel.attend(spec, task, following < num_tasks ? &next : nullptr,

@@ -9,9 +9,9 @@
 
 // Causal attention over a paged KV pool, and the step before it (per-head RMSNorm, rotary embedding, KV write).
 //
-// A sequence's result is the same bit for bit whatever else is in the batch, however its prompt was cut into chunks and
-// however many threads there are: keys lie in partitions of equal length at absolute positions, each with a softmax of
-// its own, and partitions are merged in ascending order.
+// A sequence's result does not depend, bit for bit, on the rest of the batch, the chunks of its prompt or the number of
+// threads: keys are divided into partitions of equal length at absolute positions, each with its own softmax, and
+// partitions are merged in ascending order.
 namespace swiftkv {
 
 inline constexpr int kGroupTokens = 16;  // a block holds whole groups
@@ -25,13 +25,13 @@ struct AttentionSpec {
     int block_size;
     int window;  // 0: a query sees every earlier key
     float scale;
-    float soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: as they are
+    float soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: no cap
 
     int group_size() const { return num_heads / num_kv_heads; }
     int64_t kv_elements() const { return int64_t{num_kv_heads} * (head_dim + v_head_dim); }  // of a token
     int64_t row_elements() const { return int64_t{num_heads} * head_dim + kv_elements(); }
     int64_t layer_block_elements() const { return block_size * kv_elements(); }
-    // Where a KV head's keys and values begin in a layer block.
+    // The offsets of a KV head's keys and values in a layer block, in elements.
     int64_t k_offset(int head) const { return int64_t{head} * head_dim * block_size; }
     int64_t v_offset(int head) const { return k_offset(num_kv_heads) + int64_t{head} * v_head_dim * block_size; }
     int first_visible(int position) const { return window > 0 && position >= window ? position - window + 1 : 0; }
@@ -92,7 +92,7 @@ struct AttendTask {
     const void* q;       // first query, first query head of the KV head
     const float* sinks;  // of the KV head's query heads, or nullptr
     void* out;
-    float* partial;  // nullptr, or the place for the rows of the one partition: see partial_floats
+    float* partial;  // nullptr, or room for the rows of the task's only partition: see partial_floats
 };
 
 struct MergeTask {
@@ -113,9 +113,9 @@ struct RopeTask {
 
 struct AttentionKernels {
     int partition_tokens;  // keys per softmax
-    int rows_per_task;     // queries times query heads per KV head that share a pass over the keys
+    int rows_per_task;     // the queries, times query heads per KV head, that share a pass over the keys
     int64_t (*scratch_bytes)(const AttentionSpec&, int num_queries);
-    // `next` is a task that the thread may have to do after this one, or null: its first keys are fetched ahead.
+    // `next`: the task that the thread will probably do after this one, or null. Its first keys are fetched ahead.
     void (*attend)(const AttentionSpec&, const AttendTask&, const AttendTask* next, std::byte* scratch);
     void (*merge)(const AttentionSpec&, const MergeTask&);  // overwrites the partials
     void (*rope_write)(const AttentionSpec&, const RopeArgs&, const RopeTask&);

@@ -11,9 +11,9 @@
 namespace swiftkv {
 namespace {
 
-// Products of 16 rows with 32 summed elements and 16 columns: tdpbf16ps takes 16 cycles for one, a tile's load 8. Two
-// tiles of rows against two of columns load as many tiles as they multiply, so that products set the pace; the sums of
-// the four take half of the registers.
+// Products of 16 rows with 32 summed elements and 16 columns. tdpbf16ps takes 16 cycles for one, the load of a tile 8.
+// Two tiles of rows times two of columns take four loads and four products, so that products set the pace; the four
+// tiles of sums take half of the registers.
 struct TileProducts {
     using Element = BFloat16Dot;
     using Rows = Softmax<Element>;
@@ -26,14 +26,14 @@ struct TileProducts {
     static constexpr int kPartitionSteps = kPartitionTokens / kStep;
     static constexpr int kStepsStagedAtOnce = 2;
     static constexpr int kRowsPerTask = 256;
-    static constexpr int kFewRows = 8;  // of a task, up to which vectors are faster
+    static constexpr int kFewRows = 8;  // a task with no more rows is faster with vectors
     static_assert(kStep == kStepKeys && 2 * kTileRows == kMaxBlockRows);
 
     static int block_rows(int) { return 2 * kTileRows; }
     static int padded_rows(int rows) { return static_cast<int>(round_up(rows, 2 * kTileRows)); }
     static int padded_dim(const AttentionSpec& spec) { return static_cast<int>(round_up(spec.head_dim, kStep)); }
 
-    // Tiles take numbers that are too small to be normal as zero; with this, all else does.
+    // Makes vector instructions take denormal numbers as zero, as tiles do.
     class Rounding {
       public:
         Rounding() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
@@ -43,8 +43,8 @@ struct TileProducts {
         unsigned before_;
     };
 
-    // Tiles of rows and of sums have as many rows as a task of one block, for each costs time; else every tile is whole
-    // for as long as a task takes: rows beyond the last hold anything, and nobody reads them.
+    // Configures the tiles for a task. If it has fewer than 16 rows, tiles of rows and of sums have only these, because
+    // each row costs time. Else all tiles are whole: rows after the last hold anything, and are not read.
     struct Registers {
         explicit Registers(int rows) : has_tiles_(rows > kFewRows) {
             if (!has_tiles_) return;
@@ -64,15 +64,15 @@ struct TileProducts {
     };
 
     struct Scratch {
-        Elem* q;            // [padded_rows, padded_dim], unless they are few
+        Elem* q;            // [padded_rows, padded_dim], unless there are few rows
         float* few_q;       // [kFewRows, head_dim], as TileOrder takes them
-        Elem* k_tails;      // [kPartitionGroups][kTileElements], if head_dim ends in half a step; zeros fill it
+        Elem* k_tails;      // [kPartitionGroups][kTileElements], if head_dim ends in half a step; padded with zeros
         Elem* v_staged;     // [kPartitionSteps][kStep / 2][v_dim][2]
         const Elem** v;     // [kPartitionSteps], in the pool or in v_staged
-        int steps_at_once;  // whose values are in v_staged, step s as its (s % steps_at_once)-th
-        Elem* weights[2];   // [block rows, kRowStride], of the block that is scored and the one before
+        int steps_at_once;  // steps whose values are in v_staged, step s at index s % steps_at_once
+        Elem* weights[2];   // [block rows, kRowStride], of the block that is scored and the previous one
         StepWeights::Scratch step_weights;
-        SoftmaxState part;       // a block's, of a partition that is not the first
+        SoftmaxState part;       // of a block, in a partition that is not the first
         Rows::Factors* factors;  // [kMaxBlockRows], of such a block
         Fetcher<Element> fetcher;
         int lines_per_product;  // fetched with each product of tiles
@@ -99,8 +99,8 @@ struct TileProducts {
         }
     }
 
-    // Brings what cannot be loaded as whole tiles from where it lies into scratch: values at once where several blocks
-    // of rows need them, else a few steps at a time, which then are in the first-level cache when they are multiplied.
+    // Copies data that cannot be loaded as whole tiles in place to scratch: all values at once if several blocks of
+    // rows need them, else a few steps at a time, which are then in the first-level cache when they are multiplied.
     static void stage(const AttentionSpec& spec, const Keys& keys, int num_blocks, Scratch& scratch) {
         if (num_blocks == 1)
             scratch.fetcher.begin_within(spec, keys);
@@ -116,8 +116,8 @@ struct TileProducts {
             stage_tail(spec, keys.k[group], scratch.k_tails + group * kTileElements);
     }
 
-    // Adds the keys of one partition to `total`, or begins it with those of the task's first. The scores of a block of
-    // rows are found and weighed while values are multiplied by the weights of the block before.
+    // Adds the keys of one partition to `total`, or begins `total` with the task's first partition. The scores of a
+    // block of rows are found and weighed while values are multiplied by the weights of the previous block.
     static void add_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
                               const AttendTask* next_task, Scratch& scratch, const SoftmaxState& total) {
         const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
@@ -190,26 +190,26 @@ struct TileProducts {
         add_columns(spec, scratch, {block, nullptr, part.out, total.out}, 0, spec.v_head_dim);
     }
 
-    // Weighted values of a block of rows to be summed.
+    // A block of rows whose weighted values must be summed.
     struct Sums {
         RowBlock block;
         const Elem* weights;
         float* out;
-        float* total;  // what they are added to, from the task's first row on; or nullptr
+        float* total;  // what the sums are added to, from the task's first row on; or nullptr
     };
     struct Steps {
         int begin, end;
-        bool is_first;  // of what is summed
+        bool is_first;  // the sums begin with these steps
     };
 
-    // Scores of a block of rows and the keys that it sees, the given one of `num_shares` parts of them.
+    // Finds the scores of a block of rows for the keys that it sees: part `share` of `num_shares` parts of them.
     static void score(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block, int share,
                       int num_shares, StepWeights& weights) {
         const Elem* q = scratch.q + int64_t{block.begin} * padded_dim(spec);
         const int first_step = block.key_begin / kStep, num_steps = block.key_end / kStep - first_step;
         const int end = first_step + num_steps * (share + 1) / num_shares;
         for (int step = first_step + num_steps * share / num_shares; step < end; ++step) {
-            // Where one of a step's two groups is not in the table, the other's scores fill its place, to be masked.
+            // If one of a step's two groups is not in the table, the other's scores fill its place, and are masked.
             const int first = keys.nearest_group(2 * step), second = keys.nearest_group(2 * step + 1);
             float* scores = weights.next_scores();
             if (block.end - block.begin > kTileRows)
@@ -220,7 +220,7 @@ struct TileProducts {
         }
     }
 
-    // Sums the values of the block before, while the next one is scored and weighed.
+    // Sums the values of the previous block while the next one is scored and weighed.
     static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const Sums& sums,
                            const RowBlock& next, StepWeights& next_weights) {
         const int first = sums.block.key_begin / kStep, last = sums.block.key_end / kStep;
@@ -253,7 +253,7 @@ struct TileProducts {
             accumulate_steps<false, false>(spec, scratch, steps, sums, d, next_weights);
     }
 
-    // Adds a block's maxima and sums of weights to `total`, and keeps what its values are multiplied by.
+    // Adds a block's maxima and sums of weights to `total`, and keeps the factors for its values.
     static void add_rows(const AttentionSpec& spec, const RowBlock& block, const SoftmaxState& total,
                          Scratch& scratch) {
         const float c = Rows::exponent_scale(spec);
@@ -287,7 +287,7 @@ struct TileProducts {
         }
     }
 
-    // Copies a group of values; those that nobody sees may be anything in the pool, and are zero here.
+    // Copies a group of values. Values that no query sees may be anything in the pool, and are zero in the copy.
     static void stage_values(const AttentionSpec& spec, const Keys& keys, int group, Elem* to) {
         const int64_t pair = 2 * int64_t{spec.v_head_dim};
         const int written = keys.has_group(group) ? smaller(keys.end - group * kGroupTokens, kGroupTokens) : 0;
@@ -299,7 +299,7 @@ struct TileProducts {
             for (int64_t i = whole_pairs * pair; i < (whole_pairs + 1) * pair; i += 2) to[i] = keys.v[group][i];
     }
 
-    // Copies the last 16 dimensions of a group of keys; the other half of the tile is zero.
+    // Copies the last 16 dimensions of a group of keys, and fills the other half of the tile with zeros.
     static void stage_tail(const AttentionSpec& spec, const Elem* k, Elem* to) {
         const int pairs = kStep / 4;
         const Elem* from = k + int64_t{spec.head_dim / kStep * kStep} * spec.block_size;

@@ -9,18 +9,18 @@
 namespace swiftkv {
 namespace {
 
-constexpr int kStepKeys = 32;  // whose scores are found at once
+constexpr int kStepKeys = 32;  // keys whose scores are found at once
 constexpr int kMaxBlockRows = 32;
 
-// Turns the scores of a block of rows into weights. Scores of all keys of a partition would travel to the second-level
-// cache and back, so those of a few steps are kept, and a row's largest score is not known when its first are weighed.
-// Weights are therefore relative to the largest among the first step that the row sees: bfloat16 and float round
-// numbers far beyond 1 as they round those below. Only where a sum comes near overflow, which real models do not reach,
-// the block passes twice more: to find the largest scores of those rows, and to weigh relative to them. All of it
-// depends on a row's own scores alone.
+// Turns the scores of a block of rows into weights. The scores of a whole partition would go to the second-level cache
+// and back, so only those of a few steps are kept, and a row's largest score is not known when its first scores are
+// weighed. Weights are therefore relative to the largest score of the first step that the row sees: bfloat16 and float
+// round numbers far above 1 as well as those below. Only if a sum comes near overflow, which does not happen in real
+// models, the block passes twice more: to find the largest scores of such rows, and to weigh relative to them. All of
+// this depends only on a row's own scores.
 class StepWeights {
   public:
-    static constexpr int kRingSteps = 4;  // whose scores are kept: 16 KiB
+    static constexpr int kRingSteps = 4;  // the steps whose scores are kept: 16 KiB
 
     struct Scratch {
         float* ring;     // [kRingSteps, kMaxBlockRows, kStepKeys], of scores
@@ -54,19 +54,19 @@ class StepWeights {
         begin(Pass::kFirst);
     }
 
-    // The place for the scores of the next step; what lay there is weighed.
+    // Returns the place for the scores of the next step, after it has weighed the scores that lay there.
     float* next_scores() {
         while (is_full()) weigh(num_rows_);
         return scores_of(scored_end_);
     }
     void scored() { ++scored_end_; }
 
-    // Weighs a few rows, but none of the latest steps: what tiles have just stored cannot be loaded at once.
+    // Weighs a few rows, but not of the latest steps: scores that tiles have just stored cannot be loaded at once.
     void operator()() {
         if (is_full()) weigh(kRowsAtOnce);
     }
 
-    // Ends a pass over the block's keys, all of which are scored; returns whether it takes another.
+    // Ends a pass over the block's keys, all of which are scored; returns whether another pass is needed.
     bool end_pass() {
         while (step_ < scored_end_) weigh(num_rows_);
         if (pass_ == Pass::kFind) {
@@ -76,7 +76,7 @@ class StepWeights {
         bool overflows = false;
         for (int row = 0; row < num_rows_; ++row) {
             sum_[row] = Simd::sum(Simd::load(scratch_.sums + row * Simd::kLanes));
-            if (sum_[row] <= kLargestSum) continue;  // what is not a number passes again, too
+            if (sum_[row] <= kLargestSum) continue;  // a NaN passes again, too
             overflows = true;
             scratch_.largest[row] = max_[row];
         }
@@ -90,8 +90,8 @@ class StepWeights {
     using V = Simd::V;
     using Rows = Softmax<E>;
     enum class Pass { kFirst, kFind, kLast };
-    static constexpr int kRowsAtOnce = 4;        // take about as long as a product of two by two tiles
-    static constexpr float kLargestSum = 1e18f;  // times a partition's values, their sum is finite
+    static constexpr int kRowsAtOnce = 4;        // they take about as long as a product of two by two tiles
+    static constexpr float kLargestSum = 1e18f;  // up to it, the sum of a partition's weighted values is finite
 
     void begin(Pass pass) {
         pass_ = pass;
@@ -105,7 +105,7 @@ class StepWeights {
         }
     }
 
-    // Weights of the row are relative to `score`, if it saw a key.
+    // Makes the weights of a row relative to `score`, if it saw a key.
     void refer(int row, float score) {
         if (score == kLowest) return;
         max_[row] = score;
@@ -130,7 +130,8 @@ class StepWeights {
         ++step_;
     }
 
-    // Weighs rows up to `end` beside the step's keys: all of them, which are no row's first, or those that each sees.
+    // Weighs rows up to `end` for the step's keys: for all keys, if none is the first that a row sees, or for those
+    // that each row sees.
     template <bool kAllSeen>
     void weigh_rows(int key, int end) {
         float* scores = scores_of(step_) + row_ * kStepKeys;
@@ -156,7 +157,7 @@ class StepWeights {
         }
     }
 
-    // Takes note of the largest of a row's scores in a step.
+    // Notes the largest of a row's scores in a step.
     void look_at(int row, float largest) {
         float& known = scratch_.largest[row];
         if (pass_ != Pass::kFind) {
@@ -173,12 +174,12 @@ class StepWeights {
     const AttentionSpec& spec_;
     const Scratch& scratch_;
     uint16_t* weights_;
-    float* max_;  // what weights are relative to, by row; kLowest if it saw no key
+    float* max_;  // by row: the score that weights are relative to; kLowest if it saw no key
     float* sum_;
     float scale_;
     int num_rows_, key_begin_;
     Pass pass_;
-    int step_, row_;  // the next to weigh
+    int step_, row_;  // the next ones to weigh
     int scored_end_;
     int lo_[kMaxBlockRows], hi_[kMaxBlockRows];  // the keys that a row sees
     float shift_[kMaxBlockRows];

@@ -6,7 +6,7 @@
 namespace swiftkv {
 namespace {
 
-// Pairs multiplied and summed by vdpbf16ps; weights are rounded to bfloat16, as transformers does.
+// bfloat16 with vdpbf16ps, which multiplies and sums pairs. Weights are rounded to bfloat16, as in transformers.
 struct BFloat16Dot : BFloat16 {
     static constexpr bool kIsWidened = false;
     static constexpr int kSubSteps = 1;
@@ -30,7 +30,7 @@ struct BFloat16Dot : BFloat16 {
     static V multiply_add(V acc, Fragment a, Operand b) {
         return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
     }
-    // A fourth term would be lost when weights are rounded: three are off by 8e-5.
+    // Three terms are off by 8e-5; a fourth would be lost when weights are rounded.
     static constexpr float kWeightShift = 0.5f;
     static V weights_of(V x) {
         const V f = Simd::fraction(x);

@@ -16,19 +16,20 @@ struct DotProducts {
     static constexpr int kWidth = Simd::kLanes;
     static constexpr int kPack = E::kPack;
     static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
-    // Rows and vectors whose accumulators fill the registers: 24 of 32, or 12 of 16. Widening takes the same units as
-    // multiplying, so that many rows share it.
+    // The rows and vectors whose accumulators fill the registers: 24 of 32, or 12 of 16. Widening takes the same units
+    // as multiplying, so many rows share it.
     static constexpr int kMaxRows = kWidth == 16 && E::kIsWidened ? 12 : 6;
     static constexpr int kMaxVectors = kWidth == 16 && !E::kIsWidened ? 4 : 2;
     static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
     using Keys = PartitionKeys<E, Fetcher<E>::kGroupsInTurn>;
-    // A constant, so that one register addresses the queries of all rows; and not a power of two, as with kRowStride.
+    // A constant, so that one register addresses the queries of all rows; not a power of two, for the reason given at
+    // kRowStride.
     static constexpr int kQueryStride = kMaxHeadDim + 32;
     static constexpr int kRowsPerTask = 48;
     static constexpr int kLinesWhileWeighing = 32;
-    static constexpr int kTokensAtOnce = 4 * kGroupTokens;  // whose values one block of rows sums, all dimensions
+    static constexpr int kTokensAtOnce = 4 * kGroupTokens;  // tokens whose values a single block of rows sums at once
 
-    // Blocks of equal size but for the last.
+    // The rows of a block: blocks have equal sizes, except the last.
     static int block_rows(int rows) {
         const int num_blocks = (rows + kMaxRows - 1) / kMaxRows;
         return (rows + num_blocks - 1) / num_blocks;
@@ -66,7 +67,7 @@ struct DotProducts {
         }
     }
 
-    // Adds the keys of one partition to `total`, or begins it with those of the task's first.
+    // Adds the keys of one partition to `total`, or begins `total` with the task's first partition.
     static void add_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
                               const AttendTask* next_task, Scratch& scratch, const SoftmaxState& total) {
         if (partition == task.partition_begin)
@@ -109,7 +110,7 @@ struct DotProducts {
     }
 
   private:
-    // Turns a block's scores into weights, a row each time it is called.
+    // Turns a block's scores into weights, one row per call.
     struct Weighing {
         Fetcher<E>& fetcher;
         const AttentionSpec& spec;
@@ -137,8 +138,8 @@ struct DotProducts {
         }
     };
 
-    // Attends to the keys of one partition; the result goes to `part`. Blocks of rows pass through scores,
-    // weights and sums; while one block's scores are weighed, products of those before and after it are under way.
+    // Attends to the keys of one partition; the result goes to `part`. Each block of rows is scored, weighed and
+    // summed. While one block's scores are weighed, products of the blocks before and after it are under way.
     static void attend_partition(const AttentionSpec& spec, const AttendTask& task, int partition,
                                  const AttendTask* next_task, Scratch& scratch, const SoftmaxState& part) {
         const int rows = task.num_queries * spec.group_size(), per_block = block_rows(rows);
@@ -146,7 +147,7 @@ struct DotProducts {
         const int num_blocks = (rows + per_block - 1) / per_block;
         const Keys keys(spec, task, partition, next_task);
         scratch.fetcher.begin_within(spec, keys);
-        // One block of rows reads values in the order in which they lie; several keep sums of all keys in registers.
+        // A single block reads values in the order in which they lie; several keep the sums of all keys in registers.
         const int tokens_at_once = num_blocks == 1 ? kTokensAtOnce : kPartitionTokens;
         const auto block_at = [&](int i) {
             return row_block(spec, task, start, i * per_block, smaller((i + 1) * per_block, rows), kGroupTokens);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Dtypes as the attention kernels multiply them. Include after a simd_*.h; all of it has internal linkage.
+// The dtypes of the attention kernels. Include after a simd_*.h; all of it has internal linkage.
 #include "attention.h"
 
 namespace swiftkv {
@@ -17,7 +17,7 @@ constexpr int64_t round_up(int64_t n, int64_t to) {
     return (n + to - 1) / to * to;
 }
 
-// Coefficients of 2^x - 1 = x (k0 + x (k1 + ...)) on [-1/2, 1/2], least relative error: 3e-6 and 9e-8.
+// The coefficients of 2^x - 1 = x (k0 + x (k1 + ...)) on [-1/2, 1/2] with the least relative error: 3e-6 and 9e-8.
 template <int Terms>
 constexpr float kExp2[Terms] = {};
 template <>
@@ -25,7 +25,7 @@ constexpr float kExp2<4>[4] = {0.6931241933f, 0.2402409862f, 0.0559064252f, 0.00
 template <>
 constexpr float kExp2<5>[5] = {0.6931469776f, 0.2402224209f, 0.0555073374f, 0.0096715127f, 0.0013264727f};
 
-// 2^x for finite x < 127: exactly 1 at 0, and 0 or less than 2^-126 from -126.5 down.
+// Returns 2^x for finite x < 127: exactly 1 at 0, and 0 or less than 2^-126 from -126.5 down.
 template <int Terms>
 Simd::V exp2(Simd::V x) {
     const Simd::V whole = Simd::round(x), f = Simd::sub(x, whole);
@@ -35,16 +35,16 @@ Simd::V exp2(Simd::V x) {
     return Simd::scale(Simd::fma(y, f, Simd::set1(1.0f)), whole);
 }
 
-// (2^x - 1) / (2^x + 1) = tanh(x ln 2 / 2), off by 2e-7 at most. Beyond 60 it is 1, short of where exp2 ends.
+// Returns (2^x - 1) / (2^x + 1) = tanh(x ln 2 / 2), off by 2e-7 at most. Beyond 60, within the range of exp2, it is 1.
 Simd::V tanh_of_log2(Simd::V x) {
     const Simd::V one = Simd::set1(1.0f), e = exp2<5>(Simd::min(Simd::set1(60.0f), x));
     return Simd::sub(one, Simd::div(Simd::set1(2.0f), Simd::add(e, one)));
 }
 
-// How a dtype is multiplied. kPack of its elements lie together along the summed dimension: kLanes times kPack of K or
-// V meet kPack queries or weights, kept as Packed, in kSubSteps multiplications of a Fragment and an Operand.
-// kIsWidened: elements are turned into floats each time they are multiplied. weights_of(x) is 2^(x - kWeightShift), as
-// exactly as weights are kept.
+// The traits of a dtype: how its elements are multiplied. kPack of them lie together along the summed dimension. kLanes
+// times kPack elements of K or V are multiplied by kPack queries or weights, kept as Packed, in kSubSteps
+// multiplications of a Fragment and an Operand. kIsWidened: elements are turned into floats each time they are
+// multiplied. weights_of(x) is 2^(x - kWeightShift), to the precision in which weights are kept.
 struct Float32 {
     static constexpr bool kIsWidened = false;
     using V = Simd::V;
@@ -90,7 +90,7 @@ struct Float16 : Float32 {
     static Fragment first_of_fragment(const Elem* p) { return load(p); }
 };
 
-// In float32, the first of a pair before the second.
+// bfloat16, multiplied in float32, the first of a pair before the second.
 struct BFloat16 : Float32 {
     static constexpr bool kIsWidened = true;
     using Elem = uint16_t;

@@ -6,17 +6,17 @@
 namespace swiftkv {
 namespace {
 
-// Fetches what a thread reads next into the second-level cache, a few lines at a time, for many at once would keep its
-// own loads waiting. A group often is a page of memory of its own, and processors look ahead within a page only: lines
-// of four groups take turns, so that all four are looked ahead in.
+// Fetches the data that a thread reads next into the second-level cache, a few lines at a time, because many at once
+// would hold up its own loads. A group is often a page of its own, and processors look ahead only within a page: so the
+// lines of four groups take turns, and the processor looks ahead in all four.
 template <typename E>
 class Fetcher {
   public:
     using Elem = typename E::Elem;
     static constexpr int kGroupsInTurn = 4;
 
-    // Begins with what is read after the partition's first groups, which were fetched with what came before: the rest
-    // of its keys, its values, and the first of the keys that follow.
+    // Begins to fetch what is read after the partition's first groups, which were fetched earlier: the rest of its
+    // keys, its values, and the first of the keys that follow.
     template <typename Keys>
     void begin_within(const AttentionSpec& spec, const Keys& keys) {
         const int first = keys.first_group(), end = keys.end_group();
@@ -26,7 +26,7 @@ class Fetcher {
         add(true, keys.k, end, end + smaller(kGroupsInTurn, keys.num_ahead));
     }
 
-    // Begins with what follows the partition, whose own lines are read again and again.
+    // Begins to fetch what follows the partition, whose own lines are read again and again.
     template <typename Keys>
     void begin_behind(const AttentionSpec& spec, const Keys& keys) {
         const int end = keys.end_group();
@@ -35,7 +35,7 @@ class Fetcher {
         add(false, keys.v, end, end + keys.num_ahead);
     }
 
-    // The lines of everything.
+    // The number of lines in all runs.
     int num_lines() const {
         int lines = 0;
         for (int i = 0; i < num_runs_; ++i) lines += (runs_[i].end - runs_[i].begin) * lines_of(runs_[i]);
@@ -43,9 +43,9 @@ class Fetcher {
     }
 
     void operator()(int num_lines) {
-        // Two loops, of which one fetches nothing, would not keep the sums of AVX2 in registers (gcc 12).
+        // Keeps gcc 12 from making two loops, one of which fetches nothing: the sums of AVX2 would leave the registers.
         if constexpr (Simd::kLanes == 8) asm volatile("" ::: "memory");
-        if (is_done_) return;  // one branch a step of a product, where finding nothing took 4 % of prompts
+        if (is_done_) return;  // one branch per step of a product; looking for lines took 4 % of a prompt's time
         for (; num_lines > 0; --num_lines) {
             if (turn_ == num_turns_ && !next_line()) return;
             __builtin_prefetch(groups_[turn_++] + offset_, 0, 2);
@@ -100,10 +100,10 @@ class Fetcher {
     int k_stride_, k_lines_, v_lines_;
     Run runs_[3];
     int num_runs_, run_;
-    const Elem* const* groups_;  // that take turns
+    const Elem* const* groups_;  // the groups that take turns
     int num_turns_, turn_;
-    int64_t offset_, stride_;  // of their line
-    int lines_left_;           // of each, with this one
+    int64_t offset_, stride_;  // of their current line
+    int lines_left_;           // of each group, with the current one
     bool is_done_;             // all lines of all runs are fetched
 };
 

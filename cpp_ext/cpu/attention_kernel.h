@@ -8,7 +8,7 @@
 namespace swiftkv {
 namespace {
 
-// Products attends to one partition after the other.
+// Attention with `Products`, which attends to one partition after the other.
 template <typename Products>
 struct Attention {
     using E = typename Products::Element;

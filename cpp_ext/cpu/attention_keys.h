@@ -1,20 +1,22 @@
 #pragma once
 
-// Where the queries of a task and the keys that they see are. Include after a simd_*.h; all of it has internal linkage.
+// The places of a task's queries and of the keys that they see. Include after a simd_*.h; all of it has internal
+// linkage.
 #include "attention_element.h"
 
 namespace swiftkv {
 namespace {
 
-// A partition's keys and values, and those of the next, which are fetched ahead, have to stay in the second-level cache
-// while many rows pass. It has 1 MiB or more on processors with AVX-512, and often 512 KiB on others.
+// The keys per softmax. The keys and values of a partition, and those of the next, which are fetched ahead, must stay
+// in the second-level cache while many rows pass. It has 1 MiB or more on processors with AVX-512, and often 512 KiB on
+// others.
 constexpr int kPartitionTokens = Simd::kLanes == 16 ? 512 : 256;
 constexpr int kPartitionGroups = kPartitionTokens / kGroupTokens;
-// Of scores and of weights, in elements: whole cache lines, and an odd number of pairs of them, so that the same key of
-// many rows lies in different sets of the first-level cache.
+// The distance between rows of scores and of weights, in elements: whole cache lines, and an odd number of pairs of
+// them, so that the same key of many rows lies in different sets of the first-level cache.
 constexpr int kRowStride = kPartitionTokens + 32;
 
-// Hands out aligned pieces of a thread's scratch; run with nullptr it only measures.
+// Hands out aligned pieces of a thread's scratch. With nullptr as its base it only measures.
 class Arena {
   public:
     explicit Arena(std::byte* base) : base_(base) {}
@@ -46,9 +48,9 @@ const Elem* query_row(const AttentionSpec& spec, const AttendTask& task, int row
            row % spec.group_size() * int64_t{spec.head_dim};
 }
 
-// The keys of one partition that some query of the task sees, [begin, end) counted from the partition's first, and
-// where they lie, group by group. Behind the last group come num_ahead groups, at most kGroupsAhead, that are likely to
-// be used next, of the task's next partition or of the thread's next task, to be fetched ahead.
+// The keys of one partition that some query of the task sees, [begin, end) counted from the partition's first, and the
+// place of each group of them. After the last group come num_ahead groups, at most kGroupsAhead, to be fetched ahead:
+// they will probably be used next, by the task's next partition or the thread's next task.
 template <typename E, int kGroupsAhead>
 struct PartitionKeys {
     using Elem = typename E::Elem;
@@ -94,14 +96,14 @@ struct PartitionKeys {
     }
 };
 
-// Rows [begin, end) of a task, a row being query * group_size + query head, beside the keys of a partition.
+// Rows [begin, end) of a task, and the keys of a partition that they see. A row is query * group_size + query head.
 struct RowBlock {
     int begin, end;
     int lo, hi;              // the keys that some row of the block sees, counted from the partition's first
-    int key_begin, key_end;  // the same, in whole multiples of what a product takes
+    int key_begin, key_end;  // the same, in whole multiples of the keys that a product takes
 };
 
-// `start` is the position of the partition's first key, `unit` the keys that a product takes.
+// Returns a block. `start` is the position of the partition's first key, `unit` the number of keys of a product.
 [[maybe_unused]] RowBlock row_block(const AttentionSpec& spec, const AttendTask& task, int start, int begin, int end,
                                     int unit) {
     const auto clamped = [](int token) { return larger(0, smaller(token, kPartitionTokens)); };

@@ -14,7 +14,7 @@ struct RopeWrite {
     using Elem = typename E::Elem;
     static constexpr int kWidth = Simd::kLanes;
     static constexpr int kPack = E::kPack;
-    // Vectors are read and written whole: buffers have room for one more.
+    // Vectors are read and written whole, so buffers have room for one more.
     static constexpr int kPadded = kMaxHeadDim + kWidth;
     static constexpr int kHeadsAtOnce = 16;
 
@@ -39,7 +39,7 @@ struct RopeWrite {
         for (int i = 0; i < n; i += kWidth) Simd::store(to + i, E::load(static_cast<const Elem*>(from) + i));
     }
 
-    // The weights of a norm, and how they are used (ElementwiseKernels.rms_norm).
+    // The weights of a norm, and their kind (see ElementwiseKernels.rms_norm).
     struct Norm {
         alignas(64) float weight[kMaxHeadDim];
         NormWeight kind;
@@ -54,8 +54,8 @@ struct RopeWrite {
         }
     };
 
-    // One over the root mean square of each head. Each is a long chain of operations that depend on each other, so
-    // those of many heads are found before the first is used: a processor then works on several at a time.
+    // Finds one over the root mean square of each head. Each takes a long chain of dependent operations, so those of
+    // many heads are found before the first is used: the processor then works on several at a time.
     static void find_scales(const Elem* heads, int num_heads, const Norm& norm, int n, float* scales) {
         for (int head = 0; head < num_heads; ++head) {
             V squares = Simd::zero();
@@ -78,7 +78,7 @@ struct RopeWrite {
     }
 
     // Rotates as transformers does, which rounds each product and the sum: y = x cos + rotate_half(x) sin. Writes whole
-    // vectors, so where half of what is rotated is none, y has room for one more.
+    // vectors, so unless half of the rotated dimensions is a whole number of them, y needs room for one more.
     static void rotate(const float* x, const Rotation& rotation, int n, Elem* y) {
         const int half = rotation.half;
         for (int i = 0; i < half; i += kWidth) {
@@ -94,7 +94,7 @@ struct RopeWrite {
         for (int i = 2 * half; i < n; i += kWidth) E::store(y + i, Simd::load(x + i));
     }
 
-    // Heads that follow each other in a row, all with one norm, or with none where it is null.
+    // Normalises, unless `norm` is null, and rotates consecutive heads of a row.
     static void prepare_heads(Elem* heads, int num_heads, const Rotation& rotation, const Norm* norm, int n) {
         const bool whole_vectors = rotation.half % kWidth == 0;
         float scales[kHeadsAtOnce];

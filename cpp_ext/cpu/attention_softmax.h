@@ -6,10 +6,10 @@
 namespace swiftkv {
 namespace {
 
-// Stands for what a row does not see; finite, so that differences are never NaN.
+// The score of a key that a row does not see; finite, so that differences are never NaN.
 constexpr float kLowest = -1e30f;
 
-// Some rows' sum of weighted values, where a key's weight is exp2((score - max) c).
+// The sums of weighted values of some rows. A key's weight is exp2((score - max) c).
 struct SoftmaxState {
     float* max;  // [rows]; kLowest if a row saw no key
     float* sum;  // [rows], of weights
@@ -28,12 +28,12 @@ struct Softmax {
     using Packed = typename E::Packed;
     static constexpr int kWidth = Simd::kLanes;
 
-    // Of any x <= 0, -inf included.
+    // Returns 2^x for any x <= 0, -inf included.
     static float exp2_of(float x) {
         return Simd::first(exp2<E::kExpTerms>(Simd::max(Simd::set1(-127.0f), Simd::set1(x))));
     }
 
-    // Capped scores are kept as tanh(score / soft_cap), so the cap goes into the exponents' scale.
+    // Returns the scale of exponents. Capped scores are kept as tanh(score / soft_cap), so the scale includes the cap.
     static float exponent_scale(const AttentionSpec& spec) {
         return (spec.soft_cap > 0 ? spec.soft_cap : spec.scale) * kLog2E;
     }
@@ -53,8 +53,8 @@ struct Softmax {
         return Simd::largest(Simd::max(Simd::max(a, b), Simd::load(scores + end - kWidth)));
     }
 
-    // Turns a row's scores [begin, end), whole vectors of which keys [lo, hi) are visible, into weights; those of the
-    // other keys are exactly zero, so that a row's bits depend on neither `begin` nor `end`.
+    // Turns a row's scores [begin, end), which are whole vectors, into weights. Keys [lo, hi) are visible; the weights
+    // of the others are exactly zero, so that a row's bits depend on neither `begin` nor `end`.
     static void weigh(const AttentionSpec& spec, int begin, int end, int lo, int hi, float* scores, Packed* weights,
                       float& max, float& sum) {
         max = kLowest;
@@ -86,7 +86,7 @@ struct Softmax {
         sum = Simd::sum(sums);
     }
 
-    // A partition is added to those before it by multiplying the sums of weighted values of both by these.
+    // A partition is added to earlier ones by multiplying the sums of weighted values of both by these factors.
     struct Factors {
         float total, part;
     };
@@ -120,8 +120,8 @@ struct Softmax {
         __builtin_memcpy(to.out, from.out, int64_t{rows} * v_dim * sizeof(float));
     }
 
-    // The factor that makes a row's sum of weighted values their mean. A sink may exceed every score by far: exponents
-    // are relative to the larger of the two.
+    // Returns the factor that turns a row's sum of weighted values into their mean. A sink may exceed every score by
+    // far, so exponents are relative to the larger of the two.
     static float normaliser(float max, float sum, const float* sink) {
         if (sink == nullptr) return 1.0f / sum;
         const float exponent = *sink * kLog2E, larger_one = max > exponent ? max : exponent;

@@ -1,23 +1,23 @@
 #pragma once
 
-// Products of a few rows by vectors, which sum in the order of tiles. Include after simd_avx512.h; all of it has
+// Products of a few rows on the vector unit, summed in the order of tiles. Include after simd_avx512.h; all of it has
 // internal linkage.
 #include "attention_fetch.h"
 
 namespace swiftkv {
 namespace {
 
-// A tile sums the products of the first elements of its 16 pairs and those of the second apart, each in order, and adds
-// both to what was there. So do these, for a row's bits must not depend on how many rows are computed with it. A few
-// rows they multiply sooner: they take pairs from where they lie, a tile of values from two blocks of 16 tokens has to
-// be put together first, and while a tile waits for memory, nothing else begins.
+// A tile sums the products of the first elements of its 16 pairs and those of the second elements separately, each in
+// order, and adds both to what was there. These vectors do the same, because a row's bits must not depend on the number
+// of rows computed with it. For a few rows they are faster: they read pairs in place, while a tile of values must first
+// be put together from two blocks of 16 tokens, and while a tile waits for memory, nothing else begins.
 template <int kRows, typename E>
 struct TileOrder {
     using V = Simd::V;
     using Elem = typename E::Elem;
     static constexpr int kPairs = 16;  // of a tile
     static constexpr int kLanes = Simd::kLanes;
-    // Groups of keys, and vectors of values, that are multiplied at once: their sums take half of the registers.
+    // The groups of keys, and vectors of values, that are multiplied at once: their sums take half of the registers.
     static constexpr int kGroups = kRows <= 4 ? 2 : 1;
     static constexpr int kVectors = 8 / kRows;
 

@@ -24,8 +24,8 @@ namespace {
 using Rows = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bits = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Arrays are checked here, where it costs a microsecond: behind a model's step numpy's reductions and its
-// `ctypes.data`, of which no code is in the processor's caches then, take 100.
+// Arrays are checked here, which takes a microsecond. After a model's step, numpy's reductions and its `ctypes.data`
+// take 100, because the processor's caches then hold none of their code.
 void forbid_tokens(uintptr_t logits, int64_t num_rows, int64_t vocab_size, const Rows& rows, const Bits& bits) {
     const auto num_masks = static_cast<int64_t>(rows.shape(0));
     if (static_cast<int64_t>(bits.shape(0)) != num_masks ||

@@ -14,7 +14,7 @@ enum class Epilogue : int {
 inline constexpr int kNumEpilogues = 3;
 
 // The activation (up' + up_offset) * gate' / (1 + exp(-alpha * gate' - cubic * gate'^3)), where gate' = min(gate,
-// limit) and up' is up within +-limit.
+// limit) and up' is up clamped to [-limit, limit].
 struct GatedActivation {
     float alpha;
     float cubic;

@@ -61,7 +61,7 @@ V rounded<DType::kF32>(V x) {
 
 // exp to within 2 units in the last place; arguments beyond +-87 saturate.
 V exp(V x) {
-    x = Simd::min(Simd::set1(87.0f), Simd::max(Simd::set1(-87.0f), x));  // which of two operands is NaN matters
+    x = Simd::min(Simd::set1(87.0f), Simd::max(Simd::set1(-87.0f), x));  // x comes second, so that a NaN passes
     const V n = Simd::round(Simd::mul(x, Simd::set1(1.44269504f)));
     V r = Simd::fma(n, Simd::set1(-0.693145752f), x);
     r = Simd::fma(n, Simd::set1(-1.42860677e-6f), r);
@@ -121,7 +121,7 @@ V sigmoid(V x) {
     return Simd::div(Simd::set1(1.0f), Simd::add(Simd::set1(1.0f), exp(Simd::sub(Simd::zero(), x))));
 }
 
-// A NaN passes: min and max return their second operand where one of them is none.
+// A NaN in `gate` or `up` passes: min and max return their second operand if one of the two is NaN.
 V activate(V gate, V up, const swiftkv::GatedActivation& gated) {
     const V limit = Simd::set1(gated.limit);
     const V least = Simd::set1(-gated.limit);
@@ -155,7 +155,7 @@ void finish(const float* sums, int64_t rows, const float* bias, int64_t panel_wi
     }
 }
 
-// Whole cache lines of one row after the other: rows lie in the same places of a small cache, and drive each other out.
+// Adds whole cache lines of one row after the other, because rows compete for the same places of a small cache.
 template <DType kType, int kVectors>
 void add_weighted_part(const void* const* rows, const float* weights, int64_t count, int64_t begin, int64_t k,
                        typename Element<kType>::T* out) {

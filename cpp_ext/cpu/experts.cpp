@@ -19,7 +19,7 @@ int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-// Choices in the order of their experts. A row is one choice of one token.
+// The choices, sorted by expert. A row is one choice of one token.
 struct SortedRows {
     explicit SortedRows(const Choices& choices, int64_t num_experts)
         : begin(num_experts + 1), tokens(choices.num_tokens * choices.top_k), row_of_choice(tokens.size()) {
@@ -50,7 +50,7 @@ struct Task {
     int64_t rows() const { return row_end - row_begin; }
 };
 
-// Cuts each expert's rows into tiles of at most `rows_per_tile`, and panels where there are few tiles.
+// Cuts each expert's rows into tiles of at most `rows_per_tile`, and panels too if there are few tiles.
 std::vector<Task> cut(const std::vector<int64_t>& begin, int64_t num_panels, int64_t rows_per_tile) {
     const auto num_experts = static_cast<int64_t>(begin.size()) - 1;
     int64_t num_tiles = 0;
@@ -71,7 +71,7 @@ std::vector<Task> cut(const std::vector<int64_t>& begin, int64_t num_panels, int
     return tasks;
 }
 
-// Returns the activations of `tokens`, one after the other, in this thread's working memory or where they are.
+// Returns the activations of `tokens`, contiguous, in this thread's working memory or in place.
 Activations gather(Activations source, const int32_t* tokens, int64_t count) {
     if (count == 1) return {source.data + tokens[0] * source.stride_bytes, source.stride_bytes};
     thread_local Scratch scratch;

@@ -14,7 +14,7 @@ class PackedExperts {
     PackedExperts(int64_t hidden_size, int64_t inner_size, DType dtype, GatedActivation gated)
         : hidden_size_(hidden_size), inner_size_(inner_size), dtype_(dtype), gated_(gated) {}
 
-    // Weights [inner_size, hidden_size] of gate and up, [hidden_size, inner_size] of down.
+    // Adds an expert: weights [inner_size, hidden_size] of gate and up, [hidden_size, inner_size] of down.
     void append(const WeightRows& gate, const WeightRows& up, const WeightRows& down);
 
     int64_t size() const { return static_cast<int64_t>(gate_up_.size()); }
@@ -43,10 +43,10 @@ struct Choices {
     int64_t top_k;
 };
 
-// residual[t] += the sum over its choices of weight * down(gated activation(gate_up(x[t]))); x and residual
-// [num_tokens, hidden_size]. A choice's products are rounded to the dtype, their sum is float32, in the order of the
-// choices: a token's bits depend neither on other tokens nor on the number of threads. Adds to
-// tokens_per_expert[size()]. Throws std::out_of_range for an expert that is none.
+// residual[t] += the sum over its choices of weight * down(gated activation(gate_up(x[t]))); x and residual are
+// [num_tokens, hidden_size]. A choice's products are rounded to the dtype, and summed in float32 in the order of the
+// choices: a token's bits depend neither on other tokens nor on the number of threads. Counts the tokens of each expert
+// in tokens_per_expert[size()]. Throws std::out_of_range if a choice is not an expert.
 void add_experts(const PackedExperts& experts, const void* x, const Choices& choices, int64_t* tokens_per_expert,
                  void* residual);
 

@@ -15,12 +15,12 @@ struct RmsNorm {
 };
 
 // out[rows, outputs] (+)= epilogue(norm(x[rows, in_features]) @ weights.T + bias). x and norm have the weights' dtype,
-// out has out_dtype. Rows do not influence each other's bits, nor does the number of threads.
+// out has out_dtype. A row's bits depend neither on other rows nor on the number of threads.
 void linear(const PackedLinear& weights, const void* x, int64_t rows, std::optional<RmsNorm> norm, Epilogue epilogue,
             DType out_dtype, void* out);
 
-// out[rows, outputs of down] (+)= down(activation(gate_up(norm(x[rows, in_features])))). All of one dtype, to which the
-// activation is rounded, too. `out` may be `x`.
+// out[rows, outputs of down] (+)= down(activation(gate_up(norm(x[rows, in_features])))). All have one dtype, to which
+// the activation is rounded, too. `out` may be `x`.
 void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t rows,
                std::optional<RmsNorm> norm, const GatedActivation& gated, Epilogue epilogue, void* out);
 

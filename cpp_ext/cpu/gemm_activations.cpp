@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kCacheLine = 64;
 
-// Makes rows of activations as a kernel asks for them.
+// Makes rows of activations in the form that a kernel needs.
 class RowMaker {
   public:
     RowMaker(const PackedLinear& weights, const void* x, const std::optional<RmsNorm>& norm)
@@ -56,7 +56,7 @@ class RowMaker {
     int64_t x_row_bytes_;
 };
 
-// Puts the i-th row among those of its block, line by line.
+// Writes the i-th row, line by line, to its places among the rows of its block.
 void interleave(const char* row, int64_t i, int64_t row_bytes, const RowBlocks& blocks, char* out) {
     const int64_t block = blocks.of(i);
     const int64_t begin = blocks.begin(block);

@@ -10,7 +10,7 @@ namespace swiftkv {
 // The number of rows in a chunk of a few microseconds of work.
 int64_t row_grain(int64_t row_elements);
 
-// Rows in blocks of nearly equal sizes, none larger than a kernel takes at once.
+// Rows divided into blocks of nearly equal sizes, none larger than a kernel takes at once.
 struct RowBlocks {
     int64_t rows;
     int64_t count;
@@ -21,19 +21,19 @@ struct RowBlocks {
     int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
-// Rows of activations as a kernel reads them: each whole, or those of each of the RowBlocks line by line.
+// Rows of activations as a kernel reads them: each row whole, or interleaved: each of the RowBlocks line by line.
 struct Activations {
     const char* data;
-    int64_t stride_bytes;  // from row to row, where they are whole
+    int64_t stride_bytes;  // from row to row, if they are whole
     bool interleaved = false;
 };
 
-// Whether a product reads interleaved rows as they are.
+// Whether a product can read interleaved rows.
 bool takes_interleaved(const PackedLinear& weights);
 
 // Returns `x`, or a copy that is normalised, widened to float32 or padded to a multiple of `k_multiple` as required.
-// The copy lasts until the next call of this thread. Normalised rows, which are copied anyway, are interleaved where
-// the kernel then reads them faster; a copy only for that would cost more than it gains.
+// The copy lasts until the next call of this thread. Normalised rows, which are copied anyway, are interleaved if the
+// kernel then reads them faster; a copy only for that would cost more than it gains.
 Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm);
 
 }  // namespace swiftkv

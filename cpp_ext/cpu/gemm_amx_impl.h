@@ -15,7 +15,8 @@ constexpr int kSumsBytes = kPanelWidth * 4;
 
 thread_local int configured_rows = 0;
 
-// Sums lie in tiles 0 and 1 (the first 16 rows) and 2 and 3 (the others), activations in 4 and 5, weights in 6 and 7.
+// Configures the tiles. Sums are in tiles 0 and 1 (the first 16 rows) and 2 and 3 (the others), activations in 4 and 5,
+// weights in 6 and 7.
 void configure(int rows) {
     if (rows == configured_rows) return;
     const bool two = rows > kTileRows;
@@ -38,7 +39,7 @@ void release() {
     configured_rows = 0;
 }
 
-// Fetches into the second-level cache, because tiles that wait for memory hold up those that do not.
+// Fetches into the second-level cache, because tiles that wait for memory hold up the others.
 void fetch(const char* block, swiftkv::Prefetch ahead) {
     const int lines = ahead.lines == swiftkv::Prefetch::kAll ? kBlockBytes / kTileBytes : ahead.lines;
     const char* line = block + ahead.bytes;
@@ -53,8 +54,8 @@ void start(bool first, const char* sums) {
         Tiles::load<kTile>(sums, kSumsBytes);
 }
 
-// Interleaved rows are read in their order, once, and leave the first-level cache to the weights. Other rows must stay
-// there until the rest of their lines is needed.
+// Interleaved rows are read once, in their order, and leave the first-level cache to the weights. Other rows must stay
+// in that cache until the rest of their lines is needed.
 template <int kTile, bool kInterleaved>
 void load_rows(const char* a, int64_t a_stride_bytes) {
     if constexpr (kInterleaved)
@@ -120,7 +121,7 @@ void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel
     whole(x, a_stride_bytes, kTileBytes, weights, k_steps, first, out, ahead);
 }
 
-// A piece of 16 KiB shares the first-level cache with the rows that pass it; from interleaved rows it has 32 KiB of it.
+// A piece of 16 KiB shares the first-level cache with the rows that pass it; with interleaved rows a piece has 32 KiB.
 constexpr swiftkv::Blocking kBlocking = {512, 1 << 20, 16 << 10, 32 << 10, 4 << 20};
 constexpr swiftkv::GemmKernel kKernel = {kPanelWidth, kTileRows, kTileRows, 2,         2 * kTileRows, 2 * kTileRows,
                                          false,       true,      multiply,  kBlocking, release};

@@ -2,7 +2,7 @@
 
 #include "gemm_kernel.h"
 
-// Include after a simd_*.h; all of it has internal linkage. A Product says how packed weights meet activations:
+// Include after a simd_*.h; all of it has internal linkage. A Product multiplies packed weights by activations:
 //   Activation        the type that is broadcast, kSubSteps of them per step of k
 //   kSubSteps         multiplications per packed vector
 //   kVectorBytes      packed bytes per vector of sums and step

@@ -15,8 +15,8 @@
 
 namespace swiftkv {
 
-// A run of address space for the weights of several layers, so that huge pages cover their borders too. Parts that
-// are not written take no memory; the whole run is given back with the last PackedLinear in it.
+// Address space for the weights of several layers, so that huge pages cover their borders too. Parts that are not
+// written take no memory; all of it is given back with the last PackedLinear in it.
 class WeightArena {
   public:
     explicit WeightArena(int64_t bytes) : bytes_(bytes) {
@@ -85,7 +85,7 @@ Row find_row(const std::vector<WeightRows>& sources, int64_t index, int64_t row_
     return {nullptr, 0.0f};
 }
 
-// Writes the blocks of a panel from its rows, so many steps of k at a time that both stay in the first-level cache.
+// Writes the blocks of a panel from its rows, kTurn steps of k at a time, so that both stay in the first-level cache.
 template <typename Unit>
 void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps, const GemmKernel& kernel,
                Unit* panel) {

@@ -20,8 +20,8 @@ class WeightArena;
 // Weights of a linear layer as the kernels of this CPU read them: one copy serves every batch size.
 class PackedLinear {
   public:
-    // Outputs are the rows of all sources in order. With `interleave` there are two sources of equal size, gate and up,
-    // and each panel holds as many rows of the one as of the other, so that an epilogue sees both.
+    // Packs the rows of all sources in order as outputs. With `interleave` there are two sources of equal size, gate
+    // and up, and each panel holds as many rows of one as of the other, so that an epilogue sees both.
     PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave);
 
     int64_t out_features() const { return out_features_; }
@@ -34,7 +34,7 @@ class PackedLinear {
     int64_t num_panels() const { return num_panels_; }
     int64_t panel_bytes() const { return panel_bytes_; }
     int64_t k_steps() const { return k_steps_; }
-    // Columns of the result that a panel yields: half its width if interleaved.
+    // The number of result columns that a panel yields: half its width if interleaved.
     int64_t panel_outputs() const { return interleaved_ ? kernel_->panel_width / 2 : kernel_->panel_width; }
     int64_t num_outputs() const { return interleaved_ ? out_features_ / 2 : out_features_; }
     const char* panel(int64_t i) const { return panels_ + i * panel_bytes_; }

@@ -10,22 +10,23 @@ namespace swiftkv {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMinRows = 64;  // the fewest of a tile, where there are many
+constexpr int64_t kMinRows = 64;  // the fewest rows of a tile if there are many
 constexpr int64_t kMaxRows = 512;
 constexpr int64_t kMaxWidth = 64;  // the widest panel
-// Runs of panels are long, but short enough to help a late thread: with two, a row's product lost a tenth to it.
+// Runs of panels are long, but short enough that others can help a late thread: with two runs per thread, the product
+// of one row lost a tenth to it.
 constexpr int64_t kChunksPerThread = 8;
 
 // Measured sizes, for a first-level cache of 32 to 48 KiB, a second-level cache of 1 to 2 MiB.
 constexpr int64_t kStreamedRows = 96;         // with more, arithmetic takes longer than memory
 constexpr int64_t kStreamedPiece = 16 << 10;  // bytes
-constexpr int64_t kStepsAhead = 6 << 10;      // bytes, where a kernel's blocks are steps
-// Where blocks of weights lie in the order in which they are read, the processor fetches by itself too, and with pieces
-// so small it goes on while the first-level cache serves the other blocks of rows.
+constexpr int64_t kStepsAhead = 6 << 10;      // bytes, if a kernel's blocks are steps
+// If blocks of weights lie in the order in which they are read, the processor fetches by itself too, and with pieces
+// this small it goes on while the first-level cache serves the other blocks of rows.
 constexpr int64_t kFewBlocks = 3;             // blocks of rows
 constexpr int64_t kFewBlocksPiece = 8 << 10;  // bytes
 constexpr int64_t kFewBlocksAhead = 512;      // bytes
-constexpr int64_t kBlockAhead = 1 << 10;      // bytes, where there is one block of rows
+constexpr int64_t kBlockAhead = 1 << 10;      // bytes, if there is one block of rows
 
 constexpr int64_t kBypassRows = 32;    // rows of a block
 constexpr int64_t kBypassWidth = 128;  // bytes
@@ -85,14 +86,14 @@ void Product::run_panels(int64_t begin, int64_t end) const {
     leave();
 }
 
-// Lets other threads see the results that were written past the caches.
+// Makes results that were written past the caches visible to other threads.
 void Product::leave() const {
     _mm_sfence();
     if (kernel_.release != nullptr) kernel_.release();
 }
 
-// With few rows, memory takes the time; a piece passes through the first-level cache, and one block of rows needs no
-// pieces. With many, as many as fit stay in the second-level cache while the panels pass.
+// With few rows, memory takes the time: pieces pass through the first-level cache, and a single block of rows needs no
+// pieces. With many rows, as many as fit stay in the second-level cache while the panels pass.
 Product::Schedule Product::schedule() const {
     const int64_t all = blocks_.count;
     const Blocking& blocking = kernel_.blocking;
@@ -105,8 +106,9 @@ Product::Schedule Product::schedule() const {
     return blocks_.rows <= kStreamedRows ? Schedule{all, kStreamedPiece, 2 * kStreamedPiece} : many;
 }
 
-// Results that fit no cache are written past it: a row of a panel is a line of its own, which would have to come from
-// memory only to be overwritten. Such writes must be of whole lines, so one or two panels are finished together.
+// Returns the number of panels whose results are written together past the caches. Results that fit no cache are
+// written so, because a line would come from memory only to be overwritten. Such writes must be whole lines, so one or
+// two panels are finished together.
 int64_t Product::line_panels() const {
     const int64_t least = kernel_.blocking.bypass_bytes;
     const int64_t width = weights_.panel_outputs() * out_item_;
@@ -151,8 +153,8 @@ void Product::multiply(int64_t panel, int64_t block, int64_t k, int64_t steps, f
                      steps, k == 0, sums, ahead);
 }
 
-// With few blocks of rows the first fetches for all: it waits for memory anyway. With more, memory would idle while the
-// others multiply, so each fetches a share.
+// With few blocks of rows, the first fetches for all: it waits for memory anyway. With more, memory would be idle while
+// the others multiply, so each block fetches a share.
 Prefetch Product::prefetch(int64_t i, int64_t num_blocks, int64_t bytes) const {
     if (num_blocks <= (has_blocks() ? kFewBlocks : 2)) return i == 0 ? Prefetch{Prefetch::kAll, bytes} : Prefetch{};
     const int64_t lines = step_bytes_ * kernel_.block_steps / kCacheLine;

@@ -22,7 +22,7 @@ constexpr std::array<std::pair<std::string_view, Isa>, 4> kNames{{
 
 constexpr std::string_view kEmulated = "amx_emulated";
 
-// Whether the CPU has the tiles, the kernel saves them, and it lets this process use them.
+// Whether the CPU has tiles, and the operating system saves them and lets this process use them.
 bool amx_is_usable() {
     if (!__builtin_cpu_supports("amx-tile") || !__builtin_cpu_supports("amx-bf16")) return false;
     constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
@@ -30,9 +30,9 @@ bool amx_is_usable() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// Whether multiplying pairs of bfloat16 takes longer than widening them and multiplying twice. Intel's processors leave
-// bfloat16 to their tiles since they have them, which virtual machines may hide: there one core of an Emerald Rapids
-// multiplies 84 GFLOP/s in pairs, and 151 widened.
+// Whether multiplying pairs of bfloat16 takes longer than widening them and multiplying twice. Intel's processors with
+// tiles multiply bfloat16 fast only in these, but virtual machines may hide the tiles: then one core of an Emerald
+// Rapids computes 84 GFLOP/s in pairs, and 151 widened.
 bool pairs_are_slow() {
     return __builtin_cpu_is("intel") && __builtin_cpu_supports("avx512fp16");
 }

@@ -13,9 +13,9 @@ namespace swiftkv {
 namespace {
 
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
-constexpr int64_t kScoresOfGroup = 2;  // the best of a group, whose sum is its score
+constexpr int64_t kScoresOfGroup = 2;  // the score of a group is the sum of its best so many
 
-// Chooses the `count` largest of values [n], best first; of equal ones the first. There is no NaN among them.
+// Chooses the `count` largest of values [n], best first; of equal ones the first. The values must not be NaN.
 void choose(const float* values, int64_t n, int64_t count, int32_t* chosen) {
     int64_t size = 0;
     for (int64_t i = 0; i < n; ++i) {

@@ -6,7 +6,7 @@ namespace swiftkv {
 
 enum class Score : int { kSoftmax = 0, kSoftmaxOfChosen = 1, kSigmoid = 2 };
 
-// How experts are chosen; kernels/experts.py says what each number means.
+// The rule by which experts are chosen; kernels/experts.py explains each field.
 struct Router {
     int64_t num_experts;
     int64_t top_k;

@@ -7,12 +7,12 @@
 
 namespace swiftkv {
 
-// One thread's working memory between calls, aligned to cache lines: grows, never shrinks, and forgets what it held.
+// One thread's working memory, aligned to cache lines. It grows, never shrinks, and loses its contents when it grows.
 class Scratch {
   public:
     std::byte* reserve(int64_t bytes) {
         if (bytes > capacity_) {
-            memory_ = nullptr;  // before the new one, not beside it
+            memory_ = nullptr;  // freed first, so that both do not exist together
             capacity_ = 0;
             memory_.reset(static_cast<std::byte*>(::operator new(bytes, kAlignment)));
             capacity_ = bytes;

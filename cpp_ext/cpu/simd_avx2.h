@@ -20,8 +20,8 @@ struct Simd {
     static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
     static V div(V a, V b) { return _mm256_div_ps(a, b); }
     static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
-    // sum + a b, for sums that with their operands take all sixteen registers. With the intrinsic, gcc 12 keeps some of
-    // them in memory, and a matrix product reaches two thirds of its rate.
+    // sum + a b, for sums that together with their operands take all sixteen registers. With the intrinsic, gcc 12
+    // keeps some of them in memory, and a matrix product reaches only two thirds of its rate.
     static V add_product(V sum, V a, V b) {
         asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
         return sum;
@@ -73,7 +73,7 @@ struct Simd {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)), 16));
     }
     static V load_bf16_pair_second(const void* p) {
-        // In the one register of the result: gcc would keep the zeros, or a mask, in one that a sum needs.
+        // Uses only the register of the result: gcc would keep zeros, or a mask, in another register that a sum needs.
         __m256 second;
         asm("vpxor %x0, %x0, %x0\n\tvpblendw $0xaa, %1, %0, %0"
             : "=x"(second)

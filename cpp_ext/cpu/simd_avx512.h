@@ -26,7 +26,7 @@ struct Simd {
     static V round(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
     // x - floor(x).
     static V fraction(V x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
-    // Lanes [begin, end) of x, which may lie outside of it, and `others` elsewhere.
+    // Lanes [begin, end) of x, and `others` elsewhere. `begin` and `end` may lie outside of x.
     static V only(V x, int begin, int end, V others) {
         const auto below = [](int lane) { return (1u << (lane < 0 ? 0 : lane > kLanes ? kLanes : lane)) - 1; };
         return _mm512_mask_mov_ps(others, static_cast<__mmask16>(below(end) & ~below(begin)), x);

@@ -13,7 +13,7 @@
 namespace swiftkv {
 namespace {
 
-constexpr std::chrono::microseconds kSpin{50};  // longer than most of what a step does between two regions
+constexpr std::chrono::microseconds kSpin{50};  // longer than most pauses of a step between two regions
 
 thread_local int current_thread = -1;  // index inside a region, -1 outside
 
@@ -21,7 +21,7 @@ void pause() {
     __builtin_ia32_pause();
 }
 
-// Spins for kSpin at most; returns whether `ready` came true.
+// Spins for at most kSpin; returns whether `ready` came true.
 template <typename Ready>
 bool spin_until(Ready ready) {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
@@ -90,7 +90,7 @@ class ThreadPool {
         }
     }
 
-    // A ticket that was taken keeps its region alive: run() returns only after the chunk is counted as done, so
+    // A ticket that was taken keeps its region alive, because run() returns only after the chunk is counted as done. So
     // region_ is read after the exchange and never before.
     void take_chunks(int thread) {
         current_thread = thread;
@@ -111,7 +111,7 @@ class ThreadPool {
     }
 
     Region region_{};
-    alignas(64) std::atomic<uint32_t> tickets_{0};  // chunks of the region that nobody has taken
+    alignas(64) std::atomic<uint32_t> tickets_{0};  // chunks of the region that no thread has taken
     alignas(64) std::atomic<uint32_t> chunks_done_{0};
     alignas(64) std::atomic<uint32_t> wake_{0};
     std::atomic<bool> stop_{false};

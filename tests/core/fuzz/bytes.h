@@ -12,9 +12,9 @@ class Bytes {
     explicit Bytes(std::span<const uint8_t> bytes) : bytes_(bytes) {}
 
     bool empty() const { return at_ >= bytes_.size(); }
-    // The next byte; 0 past the end, so that every prefix of an input is an input.
+    // Returns the next byte; 0 past the end, so that every prefix of an input is an input.
     int next() { return empty() ? 0 : bytes_[at_++]; }
-    // A number from `low` to `high`.
+    // Returns a number from `low` to `high`.
     int between(int low, int high) { return low + next() % (high - low + 1); }
 
   private:

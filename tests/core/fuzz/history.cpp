@@ -14,20 +14,20 @@ namespace swiftkv::fuzz {
 
 namespace {
 
-constexpr int kVocabulary = 3;          // so few tokens that prompts have prefixes in common
+constexpr int kVocabulary = 3;          // few tokens, so that prompts have common prefixes
 constexpr size_t kMaxOperations = 200;  // longer histories find nothing that these do not
 
-// Those of every engine; those of one that has storage, pins and tenants as well; and those of one whose storage goes
-// and comes.
+// The number of operations of a plain engine; of one that also has storage, pins and tenants; and of one whose storage
+// also goes and comes.
 constexpr int kNumOperations = 16, kNumOperationsWithParts = 24, kNumOperationsWithChanges = 29;
 
-// The blocks of each group in an extent that the groups share.
+// The number of each group's blocks in an extent that the groups share.
 const std::vector<std::vector<int>> kBlocksPerExtent{{1, 2}, {2, 1}, {2, 3}, {3, 1}, {3, 2}, {4, 1}, {1, 1}, {1, 2, 2}};
 
 constexpr std::array kPolicies{SchedulingPolicy::kPriority, SchedulingPolicy::kHrrn, SchedulingPolicy::kSpf,
                                SchedulingPolicy::kFcfs};
 
-// Makes groups share extents, all of which have as many bytes; there are two of them, or three.
+// Makes two or three groups share extents. An extent has the same number of bytes in every group.
 void share_extents(Setup& setup, Bytes& in) {
     const std::vector<int>& sizes = kBlocksPerExtent[in.next() % kBlocksPerExtent.size()];
     int num_layers = in.between(1, 2);  // of an extent
@@ -47,7 +47,7 @@ void share_extents(Setup& setup, Bytes& in) {
     }
 }
 
-// Reads what only some engines have.
+// Reads the parts of a setup that only some engines have.
 void read_parts(Setup& setup, Bytes& in) {
     const int flags = in.next();
     setup.write_policy = flags & 1 ? WritePolicy::kWriteThroughSelective : WritePolicy::kWriteThrough;
@@ -126,7 +126,7 @@ class History {
     SimulatedEngine& engine_;
     std::ostream* trace_;
     std::vector<std::vector<TokenId>> prompts_;
-    std::vector<uint8_t> namespaces_;  // of each
+    std::vector<uint8_t> namespaces_;  // of each prompt
 };
 
 int History::num_operations() const {
@@ -329,7 +329,7 @@ std::span<const TokenId> History::read_prefix(size_t prompt) {
     return std::span(tokens).first(std::min<size_t>(tokens.size(), in_.next()));
 }
 
-// A prefix of a prompt, or none: then a pin ends.
+// Pins a prefix of a prompt, or ends a pin.
 void History::pin() {
     const int flags = in_.next();
     if (flags & 1) {
@@ -344,7 +344,7 @@ void History::pin() {
     }
 }
 
-// A prompt, or one that continues another.
+// Adds a request with a new prompt, or one that continues another.
 void History::add(bool is_held) {
     const int flags = in_.next();
     Prompt prompt;
@@ -374,7 +374,7 @@ void History::add(bool is_held) {
     namespaces_.push_back(prompt.cache_namespace);
 }
 
-// Until nothing is left to run; nothing is planned after the last commit.
+// Steps until nothing is left to run and no step is in progress.
 void History::finish() {
     say("finish");
     while (engine_.num_open() > 0 || (!engine_.request_ids().empty() && engine_.schedule())) engine_.commit();

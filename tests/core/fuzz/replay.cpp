@@ -16,7 +16,7 @@ namespace {
 
 const char* running = "";
 
-// The core ends the process when its books are wrong: then this names the input.
+// Names the input when the core ends the process because an invariant is violated.
 void name_input(int) {
     for (const char* text : {running, ": aborted\n"})
         if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;

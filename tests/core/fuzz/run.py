@@ -1,8 +1,8 @@
 """Fuzz the core: `make fuzz`, or `python tests/core/fuzz/run.py [--seconds N] [--keep]`.
 
-libFuzzer starts from the committed corpus and what earlier runs found. An input that breaks the core is written to
-`build/fuzz`; the program that it prints shows what the input does. With `--keep` the corpus is replaced by the smallest
-set of inputs that covers as much as all inputs that are known.
+libFuzzer starts from the committed corpus and the finds of earlier runs. An input that breaks the core is written to
+`build/fuzz`, and the printed command shows what the input does. With `--keep`, the corpus is replaced by a minimal set
+of inputs that covers as much as all known inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core_build import HARNESS, HARNESS_INCLUDES, ROOT, Build, replay_program
 WORK = ROOT / "build/fuzz"
 CORPUS = HARNESS / "corpus"
 MAX_INPUT_BYTES = 200
-# Older ones lack `std::source_location`, and the plain name may be one of them.
+# Older versions lack `std::source_location`, and the plain name, tried last, may be one of them.
 CLANGS = [*(f"clang++-{version}" for version in range(21, 15, -1)), "clang++"]
 
 

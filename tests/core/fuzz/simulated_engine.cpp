@@ -1,4 +1,4 @@
-// One file, for it is one model: who checks a rule of it should find all rules beside it.
+// The file is long because it is one model: all rules that the scheduler must obey are in one place.
 #include "simulated_engine.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ uint64_t mix(uint64_t a, uint64_t b) {
     return (x ^ (x >> 31)) | 1;  // never 0
 }
 
-// The token behind `length` tokens, which `prefix` names.
+// Returns the token after the `length` tokens that `prefix` names.
 TokenId sampled_behind(uint64_t prefix, size_t length) {
     return static_cast<TokenId>(mix(prefix, length) % kVocabulary);
 }
@@ -45,7 +45,7 @@ Setup with_bytes(Setup setup) {
     return setup;
 }
 
-// Returns the mark that lies in the place of a token's KV; `prefix` names the tokens up to it.
+// Returns the mark that stands for a token's KV; `prefix` names the tokens up to that token.
 uint64_t mark_of(uint64_t prefix, int group, int layer) {
     return mix(mix(prefix, static_cast<uint64_t>(group)), static_cast<uint64_t>(layer));
 }
@@ -127,8 +127,8 @@ void SimulatedEngine::abort(RequestId id) {
     held_.erase(id);
 }
 
-// Guesses what follows some of the requests, right at first. It depends on nothing but the step's number, so that an
-// input of the fuzzer need not say it.
+// Sets drafts for some of the requests; the first guesses are right. They depend only on the request and the step's
+// number, so an input of the fuzzer need not contain them.
 void SimulatedEngine::draft_some() {
     for (auto& [id, request] : requests_) {
         const uint64_t dice = mix(id, static_cast<uint64_t>(num_planned_));
@@ -389,7 +389,7 @@ void SimulatedEngine::doubt_loading() {
         for (const Loading& loading : transfer.blocks) doubtful_.insert({loading.key, loading.group});
 }
 
-// The blocks that one must have to use the longest prefix that can be used, from its definition.
+// Returns the blocks that the longest usable prefix needs, from its definition.
 std::vector<SimulatedEngine::Name> SimulatedEngine::usable_prefix(std::span<const BlockKey> keys) const {
     std::set<Name> here;
     for (const ResidentBlock& block : scheduler_.resident_blocks()) here.insert({block.key, block.group});
@@ -412,14 +412,14 @@ void SimulatedEngine::offer_prefix(std::span<const TokenId> tokens, uint8_t cach
     scheduler_.offer_prefix(keys);
     if (!is_stored) return;
     store(std::numeric_limits<int>::max());
-    // A step in progress may keep storage from copying; blocks that are loading count as here for who offers them.
+    // A step in progress may keep storage from copying. For offers, blocks that are loading count as here.
     if (scheduler_.num_offers() > 0 || is_storage_away_ || num_transfers() + num_loads() > 0) return;
     for (const Name& name : usable_prefix(keys))
         require(storage_.count(name) || doubtful_.count(name) || has_full_offers_,
                 "a prefix that is offered is stored");
 }
 
-// Storage has what is written through to it: all blocks of full attention that are here.
+// Checks that storage has all blocks that are written through: the full-attention blocks that are here.
 void SimulatedEngine::check_all_is_stored() const {
     for (const ResidentBlock& block : scheduler_.resident_blocks()) {
         const Name name{block.key, block.group};
@@ -429,7 +429,7 @@ void SimulatedEngine::check_all_is_stored() const {
 }
 
 bool SimulatedEngine::may_have_dropped_offers() const {
-    int num_blocks = 0;  // the most that wait
+    int num_blocks = 0;  // the most offers that can wait
     for (const GroupSpec& group : setup_.groups) num_blocks += group.num_blocks;
     for (const Link& link : setup_.borrow) num_blocks += link.num_extents * link.blocks_per_extent;
     return scheduler_.num_offers() >= num_blocks;
@@ -599,7 +599,7 @@ void SimulatedEngine::commit(int broken) {
     const StepPlan& plan = *step.plan;
     check_tokens(step);
     move(plan, true);
-    // Nobody promises which group's layers come first.
+    // The order of the groups' layers is not specified.
     const int num_groups = static_cast<int>(setup_.groups.size());
     for (int i = 0; i < num_groups; ++i) run(step, static_cast<int>((i + step.number) % num_groups), -1, true);
     std::vector<RequestId> ids;
@@ -661,7 +661,7 @@ void SimulatedEngine::move(const StepPlan& plan, bool is_done) {
     }
 }
 
-// The order that layer streaming promises; with two buffers loads run one layer ahead.
+// Makes the copies of a step in the order that layer streaming guarantees; with two buffers, loads run one layer ahead.
 bool SimulatedEngine::run(const Step& step, int g, int budget, bool is_checked) {
     const StepPlan& plan = *step.plan;
     const int num_layers = setup_.groups[g].num_layers, num_buffers = std::max(1, plan.num_stream_buffers);

@@ -1,4 +1,4 @@
-"""Mistakes that the fuzzer has found stay found: every input of its corpus runs against the simulated engine."""
+"""Every input of the fuzzer's corpus runs against the simulated engine, so mistakes that it has found do not return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_input_runs(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["a recalled block is evicted to make room", "two blocks have one node"])
 def test_a_mutant_breaks_some_input(name: str, tmp_path: Path) -> None:
-    """The simulated engine is able to notice."""
+    """The simulated engine notices a mistake."""
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     mutant.write(tmp_path / "sources")
     assert replay(replay_program(tmp_path / "replay", tmp_path / "sources")).returncode != 0

@@ -38,7 +38,7 @@ TEST(who_was_idle_has_earned_a_credit) {
     const int64_t credit = 8 * kLimits.max_num_batched_tokens * kToken;
     EXPECT(parts.shares.counter(1) == 1000 * kToken - credit);
     parts.shares.charge_prompt(0, 1000);
-    parts.add(3, tokens(4, 3), 0, 1);  // it waits already
+    parts.add(3, tokens(4, 3), 0, 1);  // its flow waits already
     EXPECT(parts.shares.counter(1) == 1000 * kToken - credit);
 }
 
@@ -56,13 +56,13 @@ TEST(where_nobody_waits_the_last_that_did_counts) {
     parts.roster.start(first);
     parts.add(2, tokens(4, 2), 0, 1);
     EXPECT(parts.shares.counter(1) == (1000 - 8 * kLimits.max_num_batched_tokens) * kToken);
-    Request& of_others = parts.add(3, tokens(4, 3), 5, 2);  // nobody waits who has this priority
+    Request& of_others = parts.add(3, tokens(4, 3), 5, 2);  // no other request of this priority waits
     EXPECT(parts.shares.counter(2) == (1000 - 8 * kLimits.max_num_batched_tokens) * kToken);
     parts.roster.start(of_others);
     parts.roster.check(kLimits.max_num_seqs);
 }
 
-// The order in which the requests that wait would be looked at.
+// Returns the waiting requests in the order in which a step would look at them.
 std::vector<RequestId> in_order(Parts& parts) {
     std::vector<RequestId> ids;
     WaitingQueue::Cursor waiting = parts.roster.waiting().in_order(1.0);
@@ -110,7 +110,7 @@ TEST(nobody_who_is_past_its_share_passes_one_that_waits_for_room) {
         parts.add(3, tokens(4, 3), 0, 1);
         if (is_past) parts.shares.charge_prompt(1, 1000);
         large.refused_since_s = 0;
-        StepBuilder step = parts.begin_step(1.5);  // by now it lets others by
+        StepBuilder step = parts.begin_step(1.5);  // by now the large request lets others by
         step.admit_waiting();
         EXPECT(rows_of(step) == (is_past ? Rows{} : Rows{{3, 4}}));
     }

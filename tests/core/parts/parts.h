@@ -1,4 +1,4 @@
-// The parts of a scheduler without the scheduler, and a frame for tests of them.
+// The parts of a scheduler without the scheduler, and a small framework to test them.
 #pragma once
 
 #include <map>
@@ -50,14 +50,14 @@ constexpr SchedulerLimits kLimits{.block_size = kBlockSize,
                                   .enable_prefix_caching = true,
                                   .enable_chunked_prefill = true};
 
-// `count` tokens; those of different seeds differ from the first on.
+// Returns `count` tokens; those of different seeds differ from the first on.
 inline std::vector<TokenId> tokens(int count, int seed = 0) {
     std::vector<TokenId> ids(count);
     std::iota(ids.begin(), ids.end(), 1000 * seed);
     return ids;
 }
 
-// Everything that a scheduler is made of. What it would do between two steps, the tests do.
+// All parts of a scheduler. The tests do what the scheduler would do between two steps.
 struct Parts {
     explicit Parts(int num_blocks, const SchedulerLimits& with = kLimits, std::vector<Link> borrow_links = {})
         : limits(with),
@@ -94,7 +94,7 @@ struct Parts {
         return StepBuilder(cache, roster, pins, policy, *order, shares, refusal, now_s);
     }
 
-    // The step is over; rows that sample get their request's next token, which is `token`.
+    // Ends the step; each row that samples appends `token` to its request.
     void end_step(StepBuilder& step, TokenId token = 7) {
         for (StepRow& row : step.rows()) {
             EXPECT(row.draft.empty());
@@ -122,7 +122,7 @@ struct Parts {
     PlanWriter writer;
 };
 
-// The requests of a step's rows, with the number of their tokens.
+// Returns the requests of a step's rows, with the number of tokens of each row.
 inline std::vector<std::pair<RequestId, int>> rows_of(StepBuilder& step) {
     std::vector<std::pair<RequestId, int>> rows;
     for (const StepRow& row : step.rows()) rows.emplace_back(row.id, row.num_tokens);

@@ -85,7 +85,7 @@ TEST(borrowed_blocks_are_staged_side_by_side) {
     // Each buffer has a layer block of its own.
     EXPECT(plan->block_tables[0][0] == Ints{local * 2, staged(staging * 2)});
     EXPECT(plan->block_tables[1][0] == Ints{local * 2, staged(staging * 2 + 1)});
-    EXPECT(plan->copies[0].loads[0].rows.empty());  // the step writes all of it
+    EXPECT(plan->copies[0].loads[0].rows.empty());  // the step writes the whole block
     EXPECT(plan->copies[0].stores[0].rows == std::vector<int64_t>{0, in_extent_1, staging * 200, 1, 1});
     EXPECT(plan->copies[0].stores[1].rows == std::vector<int64_t>{0, in_extent_1, staging * 200 + 100, 1, 1});
     r.num_computed = 8;

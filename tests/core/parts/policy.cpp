@@ -56,7 +56,7 @@ TEST(a_prefix_comes_while_a_running_request_computes_its_next_block) {
     Request& other = parts.add(3, tokens(20, 3));
     EXPECT(parts.policy.is_prefix_coming(same, parts.roster.running()));
     EXPECT(!parts.policy.is_prefix_coming(other, parts.roster.running()));
-    running.num_computed = 12;  // all that they share
+    running.num_computed = 12;  // everything that both requests share
     EXPECT(!parts.policy.is_prefix_coming(same, parts.roster.running()));
     running.num_computed = 0;
     same.skip_prefix_match = true;

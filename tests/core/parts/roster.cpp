@@ -67,10 +67,10 @@ TEST(what_waiting_requests_want_is_counted) {
     Parts parts(16);
     Request& r = parts.add(1, tokens(8));
     parts.add(2, tokens(5, 2));
-    EXPECT(parts.demand.take(0)[0].total_now == 3 + 3);  // each to its end, and the block that it grows into
+    EXPECT(parts.demand.take(0)[0].total_now == 3 + 3);  // the blocks of each request, and one to grow into
     parts.roster.start(r);
     EXPECT(parts.demand.take(1)[0].total_now == 3 + 1);
-    EXPECT(parts.demand.take(1)[0].longest == 0);  // since it was asked before
+    EXPECT(parts.demand.take(1)[0].longest == 0);  // the call above has started it anew
     parts.demand.check(parts.roster.waiting().all());
 }
 

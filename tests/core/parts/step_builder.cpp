@@ -47,7 +47,7 @@ TEST(a_request_is_admitted_if_a_block_is_left_for_each_that_runs) {
     Parts parts(6);
     parts.add(1, tokens(8));
     prefill(parts);
-    parts.add(2, tokens(16, 2));  // four blocks, and the one that the first request grows into
+    parts.add(2, tokens(16, 2));  // needs four blocks, beside the one that the first request grows into
     StepBuilder step = parts.begin_step();
     step.admit_waiting();
     EXPECT(step.is_empty());
@@ -72,7 +72,7 @@ TEST(the_last_that_runs_makes_room_for_others) {
     EXPECT(!step.must_commit());
 }
 
-// As many requests of the lowest class as have a slot, all of which decode.
+// Fills all slots with requests of the lowest class, which all decode.
 void fill_with_batch_work(Parts& parts) {
     for (int i = 1; i <= parts.limits.max_num_seqs; ++i) parts.add(i, tokens(4, i), 2 * kPrioritiesPerClass);
     prefill(parts);
@@ -91,7 +91,7 @@ TEST(a_higher_class_takes_the_place_of_a_lower_one_in_the_step) {
     EXPECT(parts.roster.take_preempted() == std::vector<RequestId>{4});
     EXPECT(parts.roster.num_displaced_total() == CountByClass{0, 0, 0, 1});
     step.admit_waiting();
-    EXPECT(rows_of(step).size() == 4);  // who was displaced stays away
+    EXPECT(rows_of(step).size() == 4);  // the displaced request is not admitted again
 }
 
 TEST(nobody_is_displaced_whom_a_step_in_progress_has) {
@@ -118,7 +118,7 @@ TEST(nobody_is_preempted_whom_a_step_in_progress_has) {
     EXPECT(parts.roster.take_preempted().empty());
 }
 
-// The rows of a step in which a request that decodes has a draft of so many tokens.
+// Returns the rows of a step in which a decoding request has a draft of `length` tokens.
 Rows drafted(Parts& parts, Request& r, int length) {
     prefill(parts);
     r.draft = tokens(length, 9);
@@ -134,7 +134,7 @@ Rows drafted(Parts& parts, Request& r, int length) {
 TEST(a_draft_takes_what_others_leave) {
     Parts parts(5, kManySeqs);
     EXPECT(drafted(parts, parts.add(1, tokens(8)), 6) == Rows{{1, 7}});
-    Parts crowded(4, kManySeqs);  // after its own next block none would be left
+    Parts crowded(4, kManySeqs);  // after the request's own next block, none would be left
     EXPECT(drafted(crowded, crowded.add(1, tokens(8)), 6) == Rows{{1, 4}});
     Parts partly(4, kManySeqs);  // the second block has room for one
     EXPECT(drafted(partly, partly.add(1, tokens(6)), 12) == Rows{{1, 2}});

@@ -1,4 +1,4 @@
-"""The parts of the scheduler do what they promise, each without the others: the tests are in C++ beside this file."""
+"""Run the C++ tests beside this file, which test the parts of the scheduler one by one."""
 
 from __future__ import annotations
 
