@@ -74,8 +74,8 @@ struct ResidentBlock {
 };
 
 // The back of a prefix, which storage loads from the last block to the first. From block `here` on, every block that
-// the prefix needs is here; from block `coming` on, every one is here or loading. Both are the length of the prefix if
-// that does not even hold for its last block.
+// the prefix needs is here; from block `coming` on, every one is here or loading. Each is the length of the prefix if
+// that does not hold for even the last block.
 struct Back {
     int here, coming;
 };

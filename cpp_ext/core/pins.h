@@ -15,8 +15,9 @@ namespace swiftkv {
 using PinId = uint64_t;
 
 struct PinOutcome {
-    int length;    // of the prefix that is here, in blocks
-    double share;  // of the pool that all pins, with this one, take: the largest of its groups that share no extents
+    int length;  // of the prefix that is here, in blocks
+    double
+        share;  // of the pool that all pins and this one take; if groups do not share extents, the largest of a group
     bool is_kept;
 };
 

@@ -94,7 +94,7 @@ class PromptQueue {
         RequestId id;
         QueuedPrompt prompt;
     };
-    // What is left of an entry, and the part of that, from 0 to 1, that is computed before a prompt that arrives.
+    // The rest of an entry, and the part of it, from 0 to 1, that is computed before a prompt that arrives.
     struct Rest {
         double num_left, steps, work_s, service_s, before;
     };

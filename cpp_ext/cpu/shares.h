@@ -33,8 +33,8 @@ constexpr int64_t kLeadNs =
     3 * kTurnNs;  // the most by which an engine on a core that is not due to it may be ahead of the one furthest behind
 constexpr int64_t kCreditNs = 4 * kTurnNs;  // of the whole machine: the most that an engine saves up while it rests
 constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for so long no longer counts
-constexpr int64_t kForgottenNs = 10'000'000'000;   // after so long it is not looked at any more
-constexpr int64_t kAskAgainNs = kTurnNs / 4;       // the interval at which a waiting engine asks
+constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more
+constexpr int64_t kAskAgainNs = kTurnNs / 4;       // an engine that waits asks so often
 constexpr int64_t kLongestWaitNs = 1'000'000'000;  // after so long it computes for a turn whatever its account says
 // The intervals at which an engine that computes asks whether it may go on: the first while other engines want cores or
 // its share has a cap, the second while it is alone.

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kMaxThreads = 256;
 constexpr int64_t kPortionBytes = 256 << 10;
-// Bytes written to a peer are not read here again, so they bypass the caches. Attention reads loaded bytes next, so up
-// to kMaxCachedLoadBytes of them go through the caches.
+// Bytes written to a peer are not read here again, so they bypass the caches. Attention reads loaded bytes next, so
+// they stay in the caches, unless a job loads more than this.
 constexpr int64_t kMaxCachedLoadBytes = 16 << 20;
 constexpr int64_t kMinNonTemporalRowBytes = 1 << 10;
 

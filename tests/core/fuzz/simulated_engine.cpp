@@ -24,7 +24,7 @@ uint64_t mix(uint64_t a, uint64_t b) {
     return (x ^ (x >> 31)) | 1;  // never 0
 }
 
-// Returns the token after the `length` tokens that `prefix` names.
+// The token behind `length` tokens, which `prefix` names.
 TokenId sampled_behind(uint64_t prefix, size_t length) {
     return static_cast<TokenId>(mix(prefix, length) % kVocabulary);
 }
@@ -45,7 +45,7 @@ Setup with_bytes(Setup setup) {
     return setup;
 }
 
-// Returns the mark that stands for a token's KV; `prefix` names the tokens up to that token.
+// Returns the mark that lies in the place of a token's KV; `prefix` names the tokens up to it.
 uint64_t mark_of(uint64_t prefix, int group, int layer) {
     return mix(mix(prefix, static_cast<uint64_t>(group)), static_cast<uint64_t>(layer));
 }
