@@ -56,6 +56,8 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
         text: For `json` a JSON schema, for `choice` a JSON list of strings, for `grammar` Lark or GBNF.
         whitespace: For `json`: a regular expression of the white space between two parts; empty for none.
         calls: Lark rules of which `calls` may stand in place of all that.
+        tags: The texts that `calls`, or a `lark` grammar, names `tag_0`, `tag_1` and so on, each with the model's token
+            that is this text, which is then the only way to spell it, or `None`.
         calls_token: The token that these begin with, where it has no text.
     """
 
@@ -64,6 +66,12 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
     whitespace: str | None = None
     calls: str | None = None
     calls_token: int | None = None
+    tags: tuple[tuple[str, int | None], ...] = ()
+
+    def with_token(self, token_id: int) -> GrammarSource:
+        """Return the grammar with `token_id` in place of every token of the model."""
+        tags = tuple((text, None if token is None else token_id) for text, token in self.tags)
+        return msgspec.structs.replace(self, calls_token=None if self.calls_token is None else token_id, tags=tags)
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -83,7 +91,7 @@ def library_form(source: GrammarSource) -> str:
     if source.calls is None:
         return json.dumps({"grammars": [grammar]})
     opening = "" if source.calls_token is None else f"<[{source.calls_token}]> "
-    either = {"lark_grammar": f"start: {opening}calls | @answer\n{source.calls}"}
+    either = {"lark_grammar": f"start: {opening}calls | @answer\n{source.calls}\n{_tag_rules(source)}"}
     return json.dumps({"grammars": [either, {**grammar, "name": "answer"}]})
 
 
@@ -100,7 +108,12 @@ def _grammar(source: GrammarSource) -> dict[str, object]:
         case "grammar":
             return {"lark_grammar": _as_lark(source.text)}
         case "lark":
-            return {"lark_grammar": source.text}
+            return {"lark_grammar": f"{source.text}\n{_tag_rules(source)}"}
+
+
+def _tag_rules(source: GrammarSource) -> str:
+    rules = (json.dumps(text) if token is None else f"<[{token}]>" for text, token in source.tags)
+    return "\n".join(f"tag_{number}: {rule}" for number, rule in enumerate(rules))
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,16 +19,16 @@ _LONGEST_BYTES = 1023
 def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
     """Return the tokens of a checkpoint, or `None` if they cannot be had: then no answer can be held to a grammar.
 
-    A token that is too long for llguidance is one that no grammar allows: other tokens can spell the same text.
+    A text in a grammar is never spelled with a special token, nor with one that is too long for llguidance: other
+    tokens can spell it.
     """
     file = directory / "tokenizer.json"
     if not eos_token_ids or not file.is_file():
         return None
     try:
-        content = file.read_bytes()
-        long = _long_tokens(content)
-        source = _without_text_of(long, content) if long else str(file)
-        tokenizer = LLTokenizer(source, n_vocab=vocab_size, eos_token=eos_token_ids[0])
+        tokens = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        long = {text for text in tokens.ids() if len(text.encode()) > _LONGEST_BYTES}
+        tokenizer = LLTokenizer(_for_grammars(file, tokens, long), n_vocab=vocab_size, eos_token=eos_token_ids[0])
     except (ValueError, msgspec.DecodeError) as error:
         logger.warning("%s: no answer can be held to a grammar: %s", file, error)
         return None
@@ -41,6 +40,17 @@ def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int
 class _AddedToken(msgspec.Struct):
     id: int
     content: str
+    special: bool = False
+
+    @property
+    def has_tag_form(self) -> bool:
+        """Whether llguidance takes the token for one without a text, whatever the file says, and yet spells with it."""
+        return self.content.startswith("<") and self.content.endswith(">")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every tokenizer writes the text in its vocabulary as it is."""
+        return self.content.isascii() and self.content.isprintable() and " " not in self.content
 
 
 class _Model(msgspec.Struct):
@@ -59,25 +69,33 @@ class _TokenizerFile(msgspec.Struct):
     model: _Model
     added_tokens: list[_AddedToken] = []
 
-
-def _long_tokens(content: bytes) -> dict[str, int]:
-    """Return the tokens of a `tokenizer.json` that are too long, by their spelling."""
-    file = msgspec.json.decode(content, type=_TokenizerFile)
-    ids = file.model.ids() | {token.content: token.id for token in file.added_tokens}
-    return {text: token_id for text, token_id in ids.items() if len(text.encode()) > _LONGEST_BYTES}
+    def ids(self) -> dict[str, int]:
+        return self.model.ids() | {token.content: token.id for token in self.added_tokens}
 
 
-def _without_text_of(long: Mapping[str, int], content: bytes) -> str:
-    """Return a `tokenizer.json` in which the `long` tokens are special ones with short names, which are no text."""
-    tokenizer: dict[str, Any] = json.loads(content)
-    names = {text: f"<|token {token_id}|>" for text, token_id in long.items()}
-    added = {token["id"]: token for token in tokenizer.get("added_tokens", [])}
-    added |= {token_id: _special_token(token_id, names[text]) for text, token_id in long.items()}
+def _for_grammars(file: Path, tokens: _TokenizerFile, long: set[str]) -> str:
+    """Return a `tokenizer.json` whose texts can all be spelled.
+
+    Special tokens and `long` ones get short names, which are no text. Tags such as `<tool_call>` that are not special
+    become ordinary tokens.
+    """
+    tags = {token.content for token in tokens.added_tokens if token.has_tag_form and not token.special}
+    ordinary = {token.content for token in tokens.added_tokens if token.content in tags and token.is_plain} - long
+    special = {token.content for token in tokens.added_tokens if token.special}
+    ids = tokens.ids()
+    names = {text: f"<|token {ids[text]}|>" for text in (special | tags | long) - ordinary}
+    tokenizer: dict[str, Any] = msgspec.json.decode(file.read_bytes())
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", []) if token["content"] not in ordinary}
+    added |= {ids[text]: _special_token(ids[text], name) for text, name in names.items()}
     model = tokenizer["model"]
-    model["vocab"] = _renamed(model["vocab"], names)
+    # Every added token is in the vocabulary, too: otherwise those behind one that is no longer added got other ids.
+    model["vocab"] = _whole_vocab(model["vocab"], {names.get(text, text): token_id for text, token_id in ids.items()})
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
         model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in long]
-    return json.dumps(tokenizer | {"added_tokens": [added[token_id] for token_id in sorted(added)]})
+    tokenizer["added_tokens"] = [added[token_id] for token_id in sorted(added)]
+    return msgspec.json.encode(tokenizer).decode()
 
 
 def _special_token(token_id: int, name: str) -> dict[str, Any]:
@@ -85,10 +103,17 @@ def _special_token(token_id: int, name: str) -> dict[str, Any]:
     return {"id": token_id, "content": name, "special": True, **habits}
 
 
-def _renamed(vocab: dict[str, int] | list[list[Any]], names: Mapping[str, str]) -> object:
+def _whole_vocab(vocab: dict[str, int] | list[list[Any]], ids: Mapping[str, int]) -> object:
+    """Return the vocabulary of a tokenizer with all the tokens of `ids`, in the form of `vocab`."""
     if isinstance(vocab, dict):
-        return {names.get(text, text): token_id for text, token_id in vocab.items()}
-    return [[names.get(text, text), score] for text, score in vocab]
+        return ids
+    texts = {token_id: text for text, token_id in ids.items()}
+    scores = [score for _, score in vocab]
+    size = max(len(vocab), max(texts) + 1)
+    return [
+        [texts.get(token_id, f"<|token {token_id}|>"), scores[token_id] if token_id < len(scores) else 0.0]
+        for token_id in range(size)
+    ]
 
 
 def _merged(merge: str | list[str]) -> str:

@@ -58,6 +58,9 @@ EXIT_NO_ROOM = 4
 """Exit code of an engine that found its device full. Later it may not be: the pool of an engine that died stays where
 it is until all who borrow from it have let go."""
 
+EXIT_GAVE_UP = 5
+"""Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
+
 
 class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sockets and queues by which an engine tells what its prefix cache has: `kv_events_config`."""

@@ -30,7 +30,7 @@ import torch
 import zmq
 
 from swiftkv.background import FOREGROUND, Background
-from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
+from swiftkv.engine.messages import EXIT_GAVE_UP, EXIT_LOAD_FAILED, EXIT_NO_ROOM, EngineConfig
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
@@ -40,9 +40,6 @@ from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended
 from swiftkv.transport.base import Int64Array
 from swiftkv.transport.fence import Fence
-
-EXIT_GAVE_UP = 4
-"""Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
 
 _STOP_TIMEOUT_S = 5.0
 _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
@@ -270,7 +267,7 @@ class _Followers:
             return
         if code == EXIT_GAVE_UP:  # on another, which rank 0 waits for too
             return
-        self._end(*((code, None) if code == EXIT_LOAD_FAILED else (1, f"rank {rank} {how_it_ended(code)}")))
+        self._end(*((code, None) if code in (EXIT_LOAD_FAILED, EXIT_NO_ROOM) else (1, f"rank {rank} {how_it_ended(code)}")))
 
     def _end(self, code: int, why: str | None) -> NoReturn:
         """End this process and the other ranks, also those that are stopped; `why` is None if somebody has said it."""

@@ -28,10 +28,9 @@ def begin() -> Callable[[bytes], bytes]:
 
 def check(source: GrammarSource, tokenizer: LLTokenizer) -> Verdict:
     """Compile a grammar and take its first step."""
-    known = source if source.calls_token is None else msgspec.structs.replace(source, calls_token=_ANY_TOKEN)
     try:
         grammar = library_form(source)
-        matcher = new_matcher(tokenizer, library_form(known))
+        matcher = new_matcher(tokenizer, library_form(source.with_token(_ANY_TOKEN)))
         matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(error_of(matcher))

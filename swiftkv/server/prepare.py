@@ -136,11 +136,13 @@ def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list
     if tools is None or (asked is None and not tools.must_call):
         return [] if asked is None else [asked]
     if asked is None:
-        return [tools.grammar()]
+        return [tools.grammar(model.tokenizer)]
     if not tools.must_call:
         return tools.grammars_beside(asked, model.tokenizer)
     if body.response_format is not None:
-        return [tools.grammar()]  # the format is for text, and the answer is calls: agents send both in every turn
+        return [
+            tools.grammar(model.tokenizer)
+        ]  # the format is for text, and the answer is calls: agents send both in every turn
     message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
     raise ApiError(400, message, param="tool_choice")
 

@@ -107,13 +107,15 @@ class ToolUse:
             return parser
         return EitherParser(parser, opening)
 
-    def grammar(self) -> AskedGrammar:
-        """Return the grammar that forces the answer to be calls.
+    def grammar(self, tokenizer: Tokenizer) -> AskedGrammar:
+        """Return the grammar that forces the answer to be calls. `tokenizer` is the model's.
 
         Raises:
             ApiError: 400 if it is larger than the limits.
         """
-        return AskedGrammar("tools", GrammarSource("lark", f"start: calls\n{self._rules()}"))
+        return AskedGrammar(
+            "tools", GrammarSource("lark", f"start: calls\n{self._rules()}", tags=self._tags(tokenizer))
+        )
 
     def grammars_beside(self, asked: AskedGrammar, tokenizer: Tokenizer) -> list[AskedGrammar]:
         """Return the grammars to check where the model may choose between calls and `asked`; the last is the answer's.
@@ -134,8 +136,15 @@ class ToolUse:
                 f"(tool_parser: {name}) a grammar cannot tell from other answers; send required, a function or none"
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_field")
-        either = msgspec.structs.replace(asked.source, calls=self._rules(), calls_token=token)
-        return [self.grammar(), AskedGrammar(asked.field, either)]  # so a mistake in the tools names their field
+        tags = self._tags(tokenizer)
+        either = msgspec.structs.replace(asked.source, calls=self._rules(), calls_token=token, tags=tags)
+        return [
+            self.grammar(tokenizer),
+            AskedGrammar(asked.field, either),
+        ]  # so a mistake in the tools names their field
+
+    def _tags(self, tokenizer: Tokenizer) -> tuple[tuple[str, int | None], ...]:
+        return tuple((tag, tokenizer.token_id(tag)) for tag in self.parser.call_tags)
 
     def _rules(self) -> str:
         rules = self.parser.call_grammar(self.functions, several=self.several)

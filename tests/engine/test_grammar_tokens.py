@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from swiftkv.engine.grammar_tokens import open_tokenizer
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
@@ -93,6 +95,65 @@ def test_a_file_that_is_no_tokenizer_makes_no_grammars(
     (tmp_path / "tokenizer.json").write_text(content)
     assert open_tokenizer(tmp_path, 3, [EOS]) is None
     assert "no answer can be held to a grammar" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedTokenizerFast, Path]:
+    """Return a tokenizer with special tokens and tags between them, and its directory."""
+    directory = tmp_path_factory.mktemp("tagged")
+    tokenizer = make_tokenizer(320)
+    tokenizer.add_tokens(["<|turn|>"], special_tokens=True)
+    tokenizer.add_tokens(["<tool_call>", "<größe>", "\n\n\n"])
+    tokenizer.add_tokens(["<|last|>"], special_tokens=True)
+    tokenizer.save_pretrained(directory)
+    return tokenizer, directory
+
+
+def written(directory: Path, source: GrammarSource, wish: int, eos: int) -> list[int]:
+    """Return what a model writes under a grammar that takes `wish` wherever it may, or else the first token."""
+    tokenizer = open_tokenizer(directory, 400, [eos])
+    assert tokenizer is not None
+    matcher = new_matcher(tokenizer, library_form(source))
+    token_ids: list[int] = []
+    while not matcher.is_stopped():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        token_ids.append(wish if bits[wish] else int(np.flatnonzero(bits)[0]))
+        assert matcher.consume_token(token_ids[-1]), matcher.get_error()
+    assert matcher.is_accepting(), matcher.get_error()
+    return token_ids
+
+
+@pytest.mark.parametrize("text", ["a<|turn|>b", "<|last|>", "<tool_call>", "x<größe>y", "<|end|>", "a\n\n\nb"])
+def test_a_fixed_text_is_spelled_whatever_token_has_that_text(
+    tagged: tuple[PreTrainedTokenizerFast, Path], text: str
+) -> None:
+    tokenizer, directory = tagged
+    eos = int(tokenizer.eos_token_id)
+    for source in (
+        GrammarSource("choice", json.dumps([text])),
+        GrammarSource("json", json.dumps({"const": text})),
+        GrammarSource("regex", re.escape(text)),
+    ):
+        token_ids = written(directory, source, wish=eos, eos=eos)
+        assert not {*token_ids[:-1]} & {*tokenizer.all_special_ids}
+        answer = tokenizer.decode([i for i in token_ids if i != eos], skip_special_tokens=True)
+        assert answer == (json.dumps(text, ensure_ascii=False) if source.kind == "json" else text)
+
+
+def test_a_text_may_have_the_token_of_a_tag(tagged: tuple[PreTrainedTokenizerFast, Path]) -> None:
+    tokenizer, directory = tagged
+    tag = int(tokenizer.convert_tokens_to_ids("<tool_call>"))
+    token_ids = written(directory, GrammarSource("regex", "[a-z<_>]{11}"), wish=tag, eos=int(tokenizer.eos_token_id))
+    assert token_ids[0] == tag
+
+
+def test_the_tag_of_a_call_is_its_token(tagged: tuple[PreTrainedTokenizerFast, Path]) -> None:
+    tokenizer, directory = tagged
+    tag = int(tokenizer.convert_tokens_to_ids("<tool_call>"))
+    source = GrammarSource("json", '{"enum": ["yes"]}', calls='calls: tag_0 "f"', tags=(("<tool_call>", tag),))
+    eos = int(tokenizer.eos_token_id)
+    assert tokenizer.decode(written(directory, source, wish=tag, eos=eos), skip_special_tokens=True) == "<tool_call>f"
+    assert tokenizer.decode(written(directory, source, wish=eos, eos=eos), skip_special_tokens=True) == '"yes"'
 
 
 def test_an_engine_serves_a_model_with_such_a_token(tmp_path: Path) -> None:

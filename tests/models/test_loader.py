@@ -66,7 +66,7 @@ def test_a_config_that_says_untied_wants_a_head(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
-    """Loading copies, since the dtype of the file is another, and kernels read the layout of the file: both as on a GPU."""
+    """Loading copies, since the file has another dtype, and kernels read its layout: both as on a GPU."""
     make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     files = MappedWeights(tmp_path)
     decoder = load_decoder(read_config(tmp_path), files, torch.bfloat16, "cpu", 64, ops=reference)

@@ -50,8 +50,8 @@ ASKED: dict[str, Any] = {"model": "chat", "tools": TOOLS, "temperature": 1.0, "s
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     checkpoint = tmp_path_factory.mktemp("tools")
     make_checkpoint(checkpoint, "llama", max_position_embeddings=8192)
-    tokenizer = make_tokenizer(int(SHAPE["vocab_size"]) - 2)
-    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer = make_tokenizer(int(SHAPE["vocab_size"]) - 4)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])  # not special, as Qwen has them
     tokenizer.save_pretrained(checkpoint)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     temporary = short_temporary_directory()

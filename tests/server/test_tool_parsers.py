@@ -13,7 +13,15 @@ from llguidance import LLMatcher, LLTokenizer
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
 from swiftkv.model_config import ModelConfig
 from swiftkv.server.tool_parsers import TOOL_PARSERS, choose_parser
-from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, EitherParser, Said, ToolEvent, ToolFunction
+from swiftkv.server.tool_parsers.base import (
+    ArgumentsGrown,
+    CallBegun,
+    EitherParser,
+    Said,
+    ToolEvent,
+    ToolFunction,
+    ToolParser,
+)
 
 Outcome = tuple[str, list[tuple[str, str]]]
 WEATHER = '{"city": "Köln", "note": "a \\"quoted\\" } ] \\\\ </tool_call> [TOOL_CALLS]", "days": [1, {"a": []}]}'
@@ -169,7 +177,13 @@ def test_any_text_is_the_same_in_one_piece_and_in_many(name: str, parts: list[st
 
 def matcher_of(name: str, **options: Any) -> LLMatcher:
     grammar = TOOL_PARSERS[name].call_grammar(FUNCTIONS, **options)
-    return new_matcher(LLTokenizer("byte"), library_form(GrammarSource("lark", f"start: calls\n{grammar}")))
+    source = GrammarSource("lark", f"start: calls\n{grammar}", tags=tags_of(TOOL_PARSERS[name]))
+    return new_matcher(LLTokenizer("byte"), library_form(source))
+
+
+def tags_of(parser: type[ToolParser]) -> tuple[tuple[str, int | None], ...]:
+    """Return the tags of a model that has no tokens for them."""
+    return tuple((tag, None) for tag in parser.call_tags)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, parser in TOOL_PARSERS.items() if parser.holds_calls))
@@ -227,7 +241,8 @@ def test_a_grammar_allows_calls_or_what_is_asked_for(name: str, kind: Any) -> No
     source, answer = ANSWER[kind]
     parser = TOOL_PARSERS[name]
     calls, token = parser.call_grammar(FUNCTIONS, several=True), TAG_ID if parser.opens_with_token else None
-    fresh = new_matcher(LLTokenizer("byte"), library_form(GrammarSource(kind, source, calls=calls, calls_token=token)))
+    both = GrammarSource(kind, source, calls=calls, calls_token=token, tags=tags_of(parser))
+    fresh = new_matcher(LLTokenizer("byte"), library_form(both))
     held = [answer, CALL[name], TWO_CALLS[name]]
     broken = [f"{answer}{CALL[name]}", CALL[name].replace("12", '"x"'), f"{CALL[name]}{answer}", "Well", "<tool_cat"]
     for text in held + broken:

@@ -59,6 +59,9 @@ class ToolParser(ABC):
     opens_with_token: ClassVar[bool] = False
     """Whether that text is a special token, which the rules of `call_grammar` leave out."""
 
+    call_tags: ClassVar[Sequence[str]] = ()
+    """Texts that are one token of most such models; `call_grammar` names them `tag_0`, `tag_1` and so on."""
+
     @abstractmethod
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         """`functions` may be called; `must_call`: a grammar of `call_grammar` constrains the answer."""

@@ -13,6 +13,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser(TaggedParser):
     template_mark = _OPEN
     call_opening = _OPEN
+    call_tags = (_OPEN, _CLOSE)
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
@@ -49,5 +50,5 @@ class HermesParser(TaggedParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
-        return f"calls: call{more}\n" + call_rules(functions, begin=f"{_OPEN}\n", end=f"\n{_CLOSE}")
+        more = f' ("\\n" tag_0 call tag_1){{0,{MAX_CALLS - 1}}}' if several else ""
+        return f"calls: tag_0 call tag_1{more}\n" + call_rules(functions, begin="\n", end="\n")

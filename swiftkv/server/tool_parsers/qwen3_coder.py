@@ -36,6 +36,7 @@ _INSIDE = (_PARAMETER, _FUNCTION_END, _CLOSE)  # the tags that a call may have n
 class Qwen3CoderParser(TaggedParser):
     template_mark = _FUNCTION
     call_opening = _OPEN
+    call_tags = (_OPEN, _CLOSE)
 
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
         super().__init__(functions, must_call=must_call)
@@ -145,8 +146,8 @@ def _function_rules(number: int, function: ToolFunction) -> list[str]:
         parts.append(f"argument_{name}" + ("" if argument.is_required else "?"))
         rules.append(f"argument_{name}: {begin} value_{name} " + r'"\n"')
         rules += _value_rules(name, argument)
-    head, end = f"{_OPEN}\n{_FUNCTION}{function.name}>\n", f"{_FUNCTION_END}\n{_CLOSE}"
-    return [f"call_{number}: {json.dumps(head)} {' '.join(parts)} {json.dumps(end)}", *rules]
+    head, end = f"\n{_FUNCTION}{function.name}>\n", f"{_FUNCTION_END}\n"
+    return [f"call_{number}: tag_0 {json.dumps(head)} {' '.join(parts)} {json.dumps(end)} tag_1", *rules]
 
 
 def _value_rules(name: str, argument: Argument) -> list[str]:

@@ -832,7 +832,7 @@ MUTANTS = [
     # The order of those that wait.
     one("lengths count, not waiting", ORDER, "(now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
     one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
-    one("all lengths are one lane", ORDER, "std::bit_width(static_cast<unsigned>(r.num_left()))", "0 * r.num_left()"),
+    one("all lengths are one lane", ORDER, "return lane_of(r.num_left());", "return 0 * r.num_left();"),
     one("what is cached counts", QUEUE, "    r.num_expected = num_known(r) * cache_.block_size();\n", ""),
     one("what comes to be cached counts", QUEUE, "num_moves += refresh(request);", ""),
     one(
