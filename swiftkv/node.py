@@ -56,18 +56,18 @@ _EXAMPLES: dict[Task, tuple[str, str]] = {
     "score": ("rerank", '"query": "Hello", "documents": ["Good morning"]'),
 }
 """The route and the body, without the model, of the request that the node shows for a model of each task."""
-_RESERVED_FILES = 256  # for all that is not a client's connection
+_RESERVED_FILES = 256  # open files other than clients' connections
 _ENGINES_STOP_S = 30.0
-"""The time in which a node that has no more requests is gone, with its engines."""
+"""The most seconds that a node without requests takes to end, with its engines."""
 _LOADING_S = 5.0
-"""The time between two lines about engines that load."""
+"""The seconds between two lines about engines that load."""
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     """Serve `config` until SIGTERM or SIGINT.
 
-    Raises `ConfigError`, with nothing started, for a port that is taken, a key that is not set or a device that is not
-    there; `EngineError` if a model does not come up.
+    Raises `ConfigError`, before anything starts, if a port is taken, a key is not set or a device is missing;
+    `EngineError` if a model does not come up.
     """
     share_one_heap()
     open_standard_descriptors()
@@ -111,7 +111,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
 
 
 def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:
-    """Check what the node needs of this machine, and return how many clients it takes."""
+    """Check that this machine has what the node needs, and return the limits of its connections and bodies."""
     config.node.check_access()
     check_devices(config)
     check_memory(plans)
@@ -121,7 +121,7 @@ def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:
 
 @contextmanager
 def _admin_key(config: Config, listening: socket.socket) -> Iterator[tuple[str, Path | None]]:
-    """Yield the configured key of `/admin`, or one that only this user can read, and the file that it is in."""
+    """Yield the configured key of `/admin`, or a new one and the file that it is in, which only this user can read."""
     if configured := config.node.admin_key():
         yield configured, None
         return
@@ -157,7 +157,7 @@ class Node:
     ) -> None:
         """`sockets`: the node's, then one for each model that has its own port, in order. Needs a running loop.
 
-        `state` is where files and batches are kept; without it there are none.
+        `state` is the directory of files and batches; without it the node offers neither.
         """
         self._config = config
         self._keys = keys
@@ -174,7 +174,7 @@ class Node:
         self._metrics.watch(limits)
         if trace_sink is not None:
             self._metrics.registry.register(trace_sink)
-        kept = state if config.node.state_dir is not None else None  # else it goes when it is empty
+        kept = state if config.node.state_dir is not None else None  # only `state_dir` outlives the node
         self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=_say_when, state=kept)
         self._tasks = Tasks()
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: the task that keeps its engine running
@@ -185,7 +185,7 @@ class Node:
     async def run(self) -> None:
         """Serve until told to stop.
 
-        Raises `EngineError` if a model does not come up, and what one of the node's own tasks raised, if any did.
+        Raises `EngineError` if a model does not come up, or the error of one of the node's own tasks.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -219,9 +219,9 @@ class Node:
         self._stop.set()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Do `work`, or cancel it when told to stop; returns whether it was done.
+        """Do `work`, but cancel it when the node is to stop; return whether it was done.
 
-        Raises what it raised, or what one of the node's tasks raised meanwhile.
+        Raises the error of `work`, or of one of the node's tasks meanwhile.
         """
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
@@ -267,7 +267,7 @@ class Node:
         self._say_where()
 
     async def _tell_loading(self, members: Sequence[Member]) -> None:
-        """Print now and then how far the engines are that still load."""
+        """Print the progress of engines that still load, every few seconds."""
         while True:
             await asyncio.sleep(_LOADING_S)
             for member in members:
@@ -333,7 +333,7 @@ class Node:
         return batches
 
     async def _drain(self) -> None:
-        """Refuse what is new with 503, wait for what runs as long as `shutdown_timeout` or a second signal allows."""
+        """Refuse new requests with 503, and wait for the others until `shutdown_timeout` or a second signal."""
         timeout_s = self._config.node.shutdown_timeout
         if waiting := sum(member.client.num_in_flight for member in self._fleet.members.values()):
             say(f"stopping: up to {timeout_s:g} s for {waiting} sequences in flight; a second signal ends them")
@@ -372,13 +372,13 @@ def _run_without_triton() -> None:
 
 
 def _log(level: LogLevel) -> None:
-    """Log what this package says from `level` on; others only if something is wrong."""
+    """Log this package's records from `level` on, and those of others from WARNING on."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("swiftkv").setLevel(level.upper())
 
 
 def _say_when(text: str) -> None:
-    """Print one of the node's lines about something that happened, with the time, as the log has it."""
+    """Print one of the node's lines about an event, with the time in the log's format."""
     say(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
 
 

@@ -1,4 +1,4 @@
-"""One engine process: started, watched, started again within bounds when it ends, stopped."""
+"""The supervisor of one engine process: starts it, watches it, restarts it within bounds when it ends, and stops it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _End:
 
 
 class EngineSupervisor:
-    """Owns the process and everything that depends on it; tells `client` its starts, its states and its end.
+    """Owns the process and everything that depends on it; reports its starts, its states and its end to `client`.
 
-    The engine itself tells the client when it serves. Its standard input is its life line: it stays open as long as
-    this process lives, and ends with it.
+    The engine itself tells the client when it serves. Its standard input stays open as long as this process lives, and
+    the engine ends with it.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class EngineSupervisor:
         step_time_s: Callable[[], list[float]] = list,
         give_way_s: Callable[[], float] = float,
     ) -> None:
-        """`environment` is all that the engine inherits of this process's.
+        """`environment` is the part of this process's environment that the engine inherits.
 
-        `step_time_s` returns what engines of this model have learnt about the time of their steps, `give_way_s` for how
-        long one that is added or wakes is to load behind the work of others.
+        `step_time_s` returns the step times that engines of this model have learnt; `give_way_s` the seconds for which
+        the load of an engine that is added or wakes gives way to other work.
         """
         self.lenders: list[EngineSupervisor] = []
-        """Those of the engines that this one borrows from."""
+        """The supervisors of the engines that this one borrows from."""
         self._config = config
         self._environment = environment
         self._client = client
@@ -82,7 +82,7 @@ class EngineSupervisor:
         self._process: Process | None = None
         self._watch: EngineWatch | None = None
         self._life: asyncio.Task[_End] | None = None
-        self._at_rest = asyncio.Event()  # there is no process, and `keep_running` waits for somebody to want one
+        self._at_rest = asyncio.Event()  # there is no process, and `keep_running` waits until one is wanted
 
     @property
     def is_unresponsive(self) -> bool:
@@ -91,7 +91,7 @@ class EngineSupervisor:
 
     @property
     def has_process(self) -> bool:
-        """Whether there is a process, or something of it is left."""
+        """Whether there is a process, or one that has not quite ended."""
         return self._life is not None and not self._life.done()
 
     async def start(self) -> Ready:
@@ -99,7 +99,7 @@ class EngineSupervisor:
         return await self._start(0.0)
 
     async def start_behind_others(self) -> Ready:
-        """Do as `start` does, and let other models go first meanwhile."""
+        """Do as `start` does, but give way to other models meanwhile."""
         return await self._start(self._give_way_s())
 
     async def _start(self, give_way_s: float) -> Ready:
@@ -138,14 +138,14 @@ class EngineSupervisor:
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
 
     async def _rest(self, end: _End) -> None:
-        """Wait until somebody wakes the model, which sleeps without a process from now on."""
+        """Wait until the model, which now sleeps without a process, is woken."""
         self._client.engine_down(end.how)
         self._at_rest.set()
         await self._client.until_wanted()
         self._at_rest.clear()
 
     async def _recover(self, end: _End) -> None:
-        """Wait until the engine, which should not have ended, is to be started again."""
+        """Wait until the engine, which ended unexpectedly, is to be started again."""
         delay_s = self._restarts.next_delay_s(time.monotonic()) if end.can_restart else None
         if delay_s is None:
             await self._stay_down(end)
@@ -162,7 +162,7 @@ class EngineSupervisor:
         await asyncio.sleep(delay_s)
 
     async def _stay_down(self, end: _End) -> None:
-        """Wait until somebody asks for the engine: it ended too often, or starting it again could not help."""
+        """Wait until the engine is asked for: it ended too often, or starting it again could not help."""
         name = self._config.name
         self._client.engine_down(end.how, state=EngineState.DOWN)
         self._say(f"{name}: the engine {end.how}; it stays down until you start it: swiftkv models start {name}")
@@ -176,17 +176,17 @@ class EngineSupervisor:
         await self._at_rest.wait()
 
     def meet(self, lending: LendingSpec) -> None:
-        """Start an engine that lends and borrows with these peers from now on; its budget stays."""
+        """Set the peers of engines that are started from now on; the budget stays."""
         lending = msgspec.structs.replace(lending, budget_bytes=self.lending_budget())
         self._config = msgspec.structs.replace(self._config, lending=lending)
 
     def lending_budget(self) -> int:
-        """Return the budget, in bytes, with which an engine that lends begins."""
+        """Return the budget, in bytes, that an engine is started with."""
         assert self._config.lending is not None
         return self._config.lending.budget_bytes
 
     def set_lending_budget(self, budget_bytes: int) -> None:
-        """Start an engine that lends with this budget from now on."""
+        """Set the budget of engines that are started from now on."""
         assert self._config.lending is not None
         lending = msgspec.structs.replace(self._config.lending, budget_bytes=budget_bytes)
         self._config = msgspec.structs.replace(self._config, lending=lending)
@@ -196,14 +196,14 @@ class EngineSupervisor:
         return self._config.storage
 
     def set_storage(self, storage: TierSpec | None) -> None:
-        """Start an engine that has this storage from now on."""
+        """Set the storage of engines that are started from now on."""
         self._config = msgspec.structs.replace(self._config, storage=storage)
 
     async def stop(self) -> None:
         """End the process, and return once it is gone; without one, do nothing.
 
-        Ask it to; if that does not help, close its standard input, which ends it, and at last send SIGKILL. What it has
-        to write to storage comes before that.
+        Ask it to; if that does not help, close its standard input, which ends it, and at last send SIGKILL. It has time
+        to write to storage before that.
         """
         process, life = self._process, self._life
         if process is None or life is None:
@@ -225,7 +225,7 @@ class EngineSupervisor:
         await asyncio.wait({life})
 
     async def _spawn(self, give_way_s: float) -> asyncio.Task[_End]:
-        """Start a process. The task returns how it ended, when nothing of it is left. Raises `EngineError`."""
+        """Start a process. The task returns how it ended, once it is gone. Raises `EngineError`."""
         config = msgspec.structs.replace(
             self._config, incarnation=secrets.randbits(63), step_time_s=self._step_time_s()
         )
@@ -233,7 +233,7 @@ class EngineSupervisor:
         config = msgspec.structs.replace(config, progress_fd=page.fd)
         self._client.expect(config.incarnation)
         self._client.load_meter.give_way(give_way_s)
-        command = [sys.executable, "-m", "swiftkv.engine.main", config.name]  # the name is for those who run ps
+        command = [sys.executable, "-m", "swiftkv.engine.main", config.name]  # the name is for `ps`
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
         try:
             process = await asyncio.create_subprocess_exec(
@@ -244,7 +244,7 @@ class EngineSupervisor:
                 pass_fds=(page.fd, *config.inherited_fds),
                 env={**self._environment, PATIENCE_VARIABLE: str(give_way_s)},
             )
-        except OSError as error:  # no memory or no process to be had
+        except OSError as error:  # no memory, or too many processes
             raise EngineError(f"{config.name}: the engine cannot be started: {error.strerror}") from None
         finally:
             page.close()
@@ -254,13 +254,13 @@ class EngineSupervisor:
         )
         life = self._life = asyncio.create_task(self._see_through(process, watch), name=f"engine {config.name}")
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it died already, which waiting for it shows
+        with contextlib.suppress(ConnectionError):  # it has died already: `_see_through` notices
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()
         return life
 
     async def _see_through(self, process: Process, watch: EngineWatch) -> _End:
-        """Wait until the process ends, or end it: when it does not load, is hung, or says what cannot be understood."""
+        """Wait until the process ends; end it if it does not load in time, hangs, or sends a malformed message."""
         exited = asyncio.create_task(process.wait())
         receivers = [asyncio.create_task(self._client.receive())]
         watchers = {
@@ -298,7 +298,7 @@ class EngineSupervisor:
         return None
 
     async def _until_overdue(self) -> str:
-        """Return once the engine takes too long to load its model, at its start or when it wakes, and say so."""
+        """Return a description once the engine takes too long to load its model, at its start or when it wakes."""
         timeout_s = self._node.load_timeout
         try:
             while not self._client.status.is_draining:

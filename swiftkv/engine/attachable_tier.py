@@ -20,17 +20,17 @@ from swiftkv.wakeup import Wakeup
 
 _T = TypeVar("_T")
 _FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, SwiftkvError, TypeError, ValueError)
-"""The errors of a backend, which may be a class that others wrote."""
+"""The errors that a backend, which may be a user's class, may raise."""
 _READ_PATIENCE_S = 2.0
 _LEAVING_POLL_MS = 100
 
 
 class AttachableTier(Tier):
-    """The tier of an engine: that of the storage which is attached to it, or one that keeps nothing.
+    """The tier of an engine: that of the attached storage, or one that keeps nothing.
 
-    Opening and closing storage may take seconds, and is done in a thread; one change is made at a time. Storage that is
-    detached takes part in nothing any more, but blocks which it is just reading are the pool's again only once it has
-    let go of them. If a call hangs, that may be after the change has ended.
+    Opening and closing storage may take seconds, and is done in a thread; one change is made at a time. Detached
+    storage takes part in nothing any more, but the blocks that it is reading return to the pool only when the read
+    ends. If a call hangs, that may be after the change has ended.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
@@ -45,21 +45,21 @@ class AttachableTier(Tier):
         self._change_id: int | None = None  # the id of the change in progress
         self._opening: _Work[OpenStorage] | None = None
         self._leaving: StorageTier | None = None
-        self._patience_ends_s = 0.0  # monotonic: when storage is closed though a call has not come back from it
+        self._patience_ends_s = 0.0  # monotonic: when storage is closed even if a call has not returned
         self._closing: _Work[None] | None = None
-        self._stuck: list[StorageTier] = []  # closed, but a call that reads has not come back
-        self._past: TierStats | None = None  # the totals of storage that is gone
+        self._stuck: list[StorageTier] = []  # closed, but a read has not returned
+        self._past: TierStats | None = None  # the totals of storage that was detached
         self._answers: list[StorageChanged] = []
         if config.storage is not None:
             self._tier = self._tier_of(self._opener(config.storage)())
 
     def attach(self, message: AttachStorage) -> None:
-        """Begin to open storage; `take_answers` tells how it went."""
+        """Begin to open storage; `take_answers` returns the outcome."""
         if self._begins(message.change_id, has_storage=False):
             self._opening = _Work("storage opening", self._opener(message.storage), self.wakeup.wake)
 
     def detach(self, message: DetachStorage) -> None:
-        """Do without storage from now on; `take_answers` tells when it is closed."""
+        """Do without storage from now on; `take_answers` returns an answer once it is closed."""
         if self._begins(message.change_id, has_storage=True):
             assert isinstance(self._tier, StorageTier)
             self._tier.leave()
@@ -106,12 +106,12 @@ class AttachableTier(Tier):
         return self._tier.has_news()
 
     def close(self) -> None:
-        """Let go of storage. What is just being opened or closed ends with the process."""
+        """Close storage. A change in progress ends with the process."""
         self._tier.close()
         self.wakeup.close()
 
     def _begins(self, change_id: int, *, has_storage: bool) -> bool:
-        """Return whether a change can be made; if not, it is answered."""
+        """Begin a change and return whether it can be made; if not, answer it."""
         why_not = None
         if self._change_id is not None:
             why_not = "storage is just being attached or detached"
@@ -124,7 +124,7 @@ class AttachableTier(Tier):
         return True
 
     def _go_on(self) -> None:
-        """Take over what threads have done."""
+        """Take over the results of threads."""
         for stuck in self._stuck:
             stuck.take_back()
         self._stuck = [stuck for stuck in self._stuck if stuck.is_reading]
@@ -138,7 +138,7 @@ class AttachableTier(Tier):
             self._leave(self._leaving)
 
     def _leave(self, leaving: StorageTier) -> None:
-        """Close storage once nothing reads from it, or a call does not come back; closing ends most such calls."""
+        """Close storage once it reads nothing, or a call does not return in time; closing ends most such calls."""
         leaving.before_step()
         if self._closing is None:
             if not leaving.is_reading or time.monotonic() >= self._patience_ends_s:
@@ -175,7 +175,7 @@ class AttachableTier(Tier):
 
 
 class _Work(Generic[_T]):
-    """One thing that takes a while, in a thread of its own."""
+    """A call in a thread of its own, with its result or error."""
 
     def __init__(self, name: str, work: Callable[[], _T], wake: Callable[[], None]) -> None:
         self.result: _T | None = None

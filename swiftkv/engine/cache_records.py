@@ -23,7 +23,7 @@ _MAX_NAMESPACES = 8  # namespaces remembered for one beginning
 
 
 class CacheRecords:
-    """Looks at each request as it begins, when it costs a look-up of its keys; a reason is found while it can be."""
+    """Records each request when it begins, while the reason can still be found; that costs a look-up of its keys."""
 
     def __init__(self, scheduler: Scheduler, groups: Sequence[KVGroup]) -> None:
         self._scheduler = scheduler
@@ -35,7 +35,7 @@ class CacheRecords:
         self._num_key_bytes = 0
 
     def admitted(self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None) -> None:
-        """Note why a request that begins found nothing behind `cached_tokens`.
+        """Note why a request that begins found nothing beyond `cached_tokens`.
 
         `tier_outcome` says why a tier below the pool gave less than it had, if it did.
         """

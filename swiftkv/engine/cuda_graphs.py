@@ -1,16 +1,15 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds.
 
 A graph is a fixed sequence of kernels over fixed addresses, so there is one per batch size, and a step takes the
-smallest that holds it: its arrays are written into that graph's tensors, the sequences that it lacks are marked as
-absent, and the graph is replayed. Context lengths are data, and a sequence that brings a few tokens, such as one with
-a draft, is as many sequences that share their blocks. Steps that copy borrowed KV have graphs of their own, with
-the copies between the layers (`master.graph_stream`), for each number of buffers that it may be streamed through. This
-is xLLM's adaptive graph mode (section 4.2) for the one shape that is worth it: steps with prompts in them run eagerly,
-for their kernels are long, as do those that no graph holds.
+smallest that holds it: its arrays are written into that graph's tensors, the rows that it does not fill are marked as
+absent, and the graph is replayed. Context lengths are data. A sequence with a few new tokens, such as one with a draft,
+counts as that many sequences that share their blocks. Steps that copy borrowed KV have graphs of their own, with the
+copies between the layers (`master.graph_stream`), for each number of stream buffers. This is xLLM's adaptive graph mode
+(section 4.2) for the one shape that is worth it: steps with prompts run eagerly, because their kernels are long, and so
+do steps that no graph holds.
 
 One graph has all layers. Graphs of single layers, with 2-D copies on copy engines between them, would need some forty
-launches per step and events between them; the host would be busy again while the device works, and no less would have
-to be prepared.
+launches per step and events between them; the host would be busy again while the device works, with no less to prepare.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from swiftkv.models.decoder import Decoder
 
 MAX_TABLE_ENTRIES = 64 << 10
-"""Blocks of one step that a graph has room for. More context than that makes launches the smallest of its costs."""
+"""The most blocks of a step that a graph has room for. With more context, launches are the smallest cost of a step."""
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class DecodeModel(Protocol[Inputs]):
     def inputs(self, num_tokens: int, num_entries: int, num_tables: int) -> Inputs:
         """Return tensors for any decode step of at most `num_tokens` tokens and `num_entries` blocks, still empty.
 
-        `num_tables`: block tables of the step, for layers take them in turn (`StepArrays.stream_tables`).
+        `num_tables`: the step's block tables, which layers take in turn (`StepArrays.stream_tables`).
         """
 
     def fill(self, step: StepArrays, inputs: Inputs) -> None:
@@ -119,7 +118,7 @@ def fill_token_ids(step: StepArrays, token_ids: Tensor) -> None:
 def graph_sizes(max_num_seqs: int, max_graphs: int = 64) -> list[int]:
     """Return the batch sizes to capture: 1, 2, 4, then in steps of 8, of 16 from 256 on, and `max_num_seqs` itself.
 
-    If these are more than `max_graphs`, every second one of the larger sizes goes, until they are not.
+    As long as these are more than `max_graphs`, every second one of the larger sizes is dropped.
     """
     assert max_num_seqs > 0
     assert max_graphs >= 8
@@ -140,7 +139,7 @@ def choose_size(sizes: Sequence[int], num_tokens: int) -> int | None:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Captured(Generic[Inputs]):
     inputs: Inputs
-    replay: Callable[[], Tensor]  # hidden states [size, hidden_size], valid until the next
+    replay: Callable[[], Tensor]  # returns hidden states [size, hidden_size], valid until the next replay
 
 
 @dataclass(slots=True)
@@ -178,9 +177,9 @@ class _Variant(Generic[Inputs]):
 
 
 class DecodeGraphs(Generic[Inputs]):
-    """Graphs of one model on one device, and how often a step found one.
+    """Graphs of one model on one device, and the number of steps that found one.
 
-    Without CUDA a graph is its launches, made one by one: what Triton's interpreter runs is what a GPU replays.
+    Without CUDA a graph is its launches, made one by one, so Triton's interpreter runs what a GPU replays.
     """
 
     def __init__(self, model: DecodeModel[Inputs], device: torch.device, num_entries: int = MAX_TABLE_ENTRIES) -> None:
@@ -194,7 +193,7 @@ class DecodeGraphs(Generic[Inputs]):
         self.nbytes = 0  # device memory that the graphs keep
 
     def sizes(self, num_buffers: int = 0) -> list[int]:
-        """Return the ascending batch sizes of steps that stream through so many buffers; 0: that copy nothing."""
+        """Return the ascending batch sizes of steps that stream through `num_buffers`; with 0, that copy nothing."""
         return self._variants[num_buffers].sizes if num_buffers in self._variants else []
 
     def capture(self, sizes: Sequence[int], memory_limit_bytes: int, stream: GraphStream | None = None) -> None:
@@ -228,9 +227,10 @@ class DecodeGraphs(Generic[Inputs]):
         return True
 
     def run(self, plan: EngineStep) -> Tensor | None:
-        """Return hidden states [T, hidden_size] of a decode step, valid until the next; None: run it eagerly.
+        """Return hidden states [T, hidden_size] of a decode step, valid until the next; `None`: run it eagerly.
 
-        Its copies then are in the books of the layer stream. Raises `TransferError` if they name what is not there.
+        The layer stream then knows the step's copies. Raises `TransferError` if they name links that are not attached
+        or bytes outside of the pools.
         """
         num_tokens = len(plan.token_ids)
         if num_tokens == 0 or int(np.diff(plan.query_starts).max()) > MAX_DECODE_TOKENS:
@@ -244,7 +244,7 @@ class DecodeGraphs(Generic[Inputs]):
         return hidden[:num_tokens]
 
     def _replay(self, plan: EngineStep, variant: _Variant[Inputs]) -> Tensor | None:
-        """Replay a graph. Return all of its rows; None if no graph of the variant holds the step."""
+        """Replay a graph and return all of its rows; `None` if no graph of the variant holds the step."""
         size = choose_size(variant.sizes, len(plan.token_ids))
         if size is None or any(len(table) > self._num_entries for table in plan.block_tables):
             return None

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from swiftkv.transport.base import Transport
 
 MAX_STREAMING_GRAPHS = 24
-"""Batch sizes captured of steps that stream, for each number of buffers: with the copies they take several times as
-long to capture, and rows that stand for no sequence cost little beside what streams."""
+"""The most batch sizes to capture for steps that stream, for each number of buffers: copies make a capture several
+times as long, and a larger graph's unused rows cost little beside the copies."""
 
 log = logging.getLogger(__name__)
 
 
 def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_size: int) -> int:
-    """Return the bytes for the pool of an engine that has loaded its weights and has no pool yet, in inference mode.
+    """Return the bytes for the pool of an engine that has loaded its weights and has no pool yet.
 
-    Raises `ConfigError`, with the sum, if they do not fit.
+    Call it in inference mode. Raises `ConfigError`, with the sum, if they do not fit.
     """
 
     def steps() -> None:
@@ -45,7 +45,7 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_
         del counts
 
     use = measure_use(device, steps, 0 if config.enforce_eager else GRAPH_BYTES)
-    # What lenders have may hold a part of the longest sequence; the runner looks at that.
+    # Lenders may hold a part of the longest sequence; `runner._check_room` checks that.
     wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
     device_bytes = torch.cuda.get_device_properties(device).total_memory
     division = divide(
@@ -61,31 +61,31 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_
 
 
 def run_largest_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
-    """Run the largest step that may come, and its logits; every block of its sequences is the same garbage."""
+    """Run the largest step that may come, and its logits, over blocks of garbage."""
     lengths = [config.max_model_len] * (config.max_num_batched_tokens // config.max_model_len)
     lengths += [rest] if (rest := config.max_num_batched_tokens % config.max_model_len) else []
     hidden = _run_step(config, model, device, [(0, length) for length in lengths])
     num_rows = min(config.max_num_seqs, len(hidden))
     logits = model.logits(hidden[:num_rows])
-    logits.index_select(0, torch.arange(num_rows, device=device))  # sampling keeps them as they were beside the edited
+    logits.index_select(0, torch.arange(num_rows, device=device))  # sampling copies the raw logits before it edits them
 
 
 def run_long_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
-    """Run a step of one token and of a prompt after the longest history, to compile its kernels before anybody waits.
+    """Run one token, and a prompt, after the longest history, to compile the kernels that split keys.
 
-    They are those that split keys, which the largest step need not launch.
+    The largest step need not launch these.
     """
     from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS
 
     longest = config.max_model_len
-    num_new = (1, MAX_DECODE_TOKENS + 1)  # up to that many tokens would be decoded
+    num_new = (1, MAX_DECODE_TOKENS + 1)  # the second is one token more than a decode
     _run_step(config, model, device, [(longest - new, new) for new in num_new if new <= longest])
 
 
 def _run_step(
     config: EngineConfig, model: Decoder, device: torch.device, lengths: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
-    """Run sequences of so many cached and new tokens, over one layer block of garbage; return the hidden states."""
+    """Run sequences of `lengths` (cached, new) tokens over one layer block of garbage; return the hidden states."""
     counts = [blocks_for_tokens(cached + new, config.block_size) for cached, new in lengths]
     tables = tuple(torch.full((sum(counts),), staged(0), dtype=torch.int32) for _ in model.kv_groups)
     batch = ModelInput(

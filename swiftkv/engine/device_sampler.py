@@ -1,7 +1,7 @@
 """The sampler of an engine on a GPU: the stages of `engine/sampler.py`, in Triton kernels over the whole batch.
 
-Requests' parameters lie on the device, a row per slot. What a step brings besides goes there in one asynchronous copy;
-tokens come back in one, and the next step finds them where they were sampled.
+Requests' parameters lie on the device, a row per slot. A step's slots and positions go there in one asynchronous copy,
+and its tokens come back in one; the next step reads them on the device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Found:
         )
 
     def entries(self) -> list[TokenLogprobs]:
-        """Return them, once they are there."""
+        """Return the entries; call only after the copies have ended."""
         parts = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         rows = zip(*(part.tolist() for part in parts), self.top_counts, strict=True)
         return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
@@ -63,7 +63,7 @@ class _Drawn:
     """A `PendingSample`: tokens on their way to the host."""
 
     drawn: Tensor  # int32 [2, R]: token ids, and whether their logits were broken
-    rows: Sequence[int]  # those that asked for log-probabilities
+    rows: Sequence[int]  # the rows that asked for log-probabilities
     found: _Found | None
 
     def result(self) -> Sampled:
@@ -84,7 +84,7 @@ def _set(values: Tensor, slot: int, value: float) -> None:
 
 
 class DeviceSampler:
-    """A `TokenSampler`; the same tokens as `Sampler` given the same logits, rounding at the edges of filters apart."""
+    """A `TokenSampler` that samples the same tokens as `Sampler`, except for rounding at the edges of filters."""
 
     def __init__(self, vocab_size: int, last_token_ids: Tensor) -> None:
         max_num_seqs, device = len(last_token_ids), last_token_ids.device
@@ -99,16 +99,16 @@ class DeviceSampler:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compile every kernel that a step may launch: a first call compiles, and all requests would wait for it.
+        """Compile every kernel that a step may launch, so that no request waits for a compilation.
 
-        Kernels are compiled anew for rows of logits that begin at no multiple of 16 bytes, which those of a vocabulary
-        of odd size do.
+        Kernels are compiled a second time for logits that do not begin at a multiple of 16 bytes, as some rows do if
+        the size of the vocabulary is odd.
         """
         vocab_size, device = self._vocab_size, self._device
         counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
         all_logits = torch.zeros(2, vocab_size, device=device)
         for logits in (all_logits, all_logits[1:]):
-            zeros = torch.zeros(len(logits), dtype=torch.int32, device=device)  # slot 0 has no penalties: none counts
+            zeros = torch.zeros(len(logits), dtype=torch.int32, device=device)  # slot 0 has no penalties to count for
             forbid_tokens(logits, zeros, zeros.new_zeros(len(logits), ceil_div(vocab_size, 32)))
             edit_logits(logits, zeros[:1], zeros[:1], zeros[:1].float(), zeros[:1], zeros)
             penalise(logits, self._params, zeros, counts, counts.bool())
@@ -170,7 +170,7 @@ class DeviceSampler:
         return _Drawn(drawn, asked.tolist(), _Found.of(raw_logits, draw.token_ids.index_select(0, asked_rows), counts))
 
     def _draw_penalised(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Draw:
-        """Draw for rows of which no two have one slot with penalties."""
+        """Draw for rows in which no slot with penalties occurs twice."""
         penalise(logits, self._params, slots, self._counts.outputs, self._counts.in_prompt)
         draw = sample(logits, self._params, slots, positions)
         count_tokens(self._counts.outputs, self._params, slots, draw.token_ids)

@@ -1,12 +1,12 @@
 """The step loop of one engine process.
 
-It is one file of more than 400 lines, so that the life of a step is read from top to bottom: `Engine.step`, `_launch`,
+It is one file of more than 400 lines, so that a step can be followed from top to bottom: `Engine.step`, `_launch`,
 `_finish_steps`, `_publish`.
 
 A plan (`StepPlan`) has the arrays of a step:
 
-- for each request `request_ids`, `row_slots`, `context_lens` and `query_starts`. A *slot* is the row of the sampler's
-  state that a request has while it runs;
+- for each request `request_ids`, `row_slots`, `context_lens` and `query_starts`. A *slot* is a row of the sampler's
+  state; each running request has one;
 - for each token to compute `token_ids` and `positions`;
 - for each token to sample `logits_rows`, the computed token that it follows, and `logits_seqs`, its request's place in
   the plan.
@@ -93,32 +93,32 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_STEP = 256
 MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
-"""Messages beyond so many bytes are read after the next step."""
+"""Once so many bytes of messages are read, the rest are read after the next step."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
-_IDLE_POLL_MS = 1000  # by these polls the supervisor sees that an engine at rest lives
+_IDLE_POLL_MS = 1000  # each poll shows the supervisor that an idle engine lives
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the device computes."""
+    """A step that was launched and is not finished."""
 
     plan: StepPlan
     fence: Fence
     prompt_parts: list[PromptPart]
     sample: PendingSample
     launched_s: float  # monotonic: when the runner began
-    preparing_s: float  # the engine's own time before that, in which the device had nothing to do
+    preparing_s: float  # seconds before that in which the device waited for the engine
 
 
 class Engine:
-    """Schedules, runs and samples until it is told to shut down.
+    """Schedules, runs and samples until `Shutdown`.
 
-    Per step, Python touches arrays, not sequences; per request, it acts when one arrives, takes a row slot, asks for
-    log-probabilities, or ends.
+    Per step, Python touches arrays, not sequences. It handles single requests only when they arrive, take a slot, ask
+    for log-probabilities, or end.
 
-    With asynchronous scheduling a step is launched before the one before it is finished (xLLM Technical Report, section
+    With asynchronous scheduling a step is launched before the previous one is finished (xLLM Technical Report, section
     4.1). So the device always has something to do; but the end of a request is noticed one step late, when its next
     token has been computed in vain.
     """
@@ -154,7 +154,7 @@ class Engine:
             if config.task == "generate"
             else Pooler(config.max_num_seqs)
         )
-        wake = self._lending.wakeup.wake  # ends `_wait`, whatever the news is
+        wake = self._lending.wakeup.wake  # ends `_wait`
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
         self._weights = SleepingWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
@@ -163,8 +163,8 @@ class Engine:
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._tracer = StepTracer(self._lending.leased_bytes)
         self._requests: dict[int, Request] = {}
-        self._admitted: dict[int, Admitted] = {}  # the last that the gateway was told, by request
-        self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # the last that had the slot
+        self._admitted: dict[int, Admitted] = {}  # by request: the last that was sent to the gateway
+        self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # by slot: the last request that had it
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -198,14 +198,14 @@ class Engine:
                 self._wait()
                 self._woken_s = time.monotonic()
                 PROGRESS.works()
-                self._tier.before_step()  # a request that waited for storage until now runs in this step
+                self._tier.before_step()  # a request whose load has just ended runs in this step
             for message in self._receive():
                 if isinstance(message, Shutdown):
-                    self._finish_steps()  # while the other ranks are there
+                    self._finish_steps()  # while the other ranks are alive
                     return
                 self._handle(message)
             self._take_compiled()
-            if self._weights.take():  # they have been loaded again, in a thread
+            if self._weights.take():  # a thread has loaded them again
                 self._send(Woken(self._config.incarnation))
             for answer in self._tier.take_answers():
                 self._send_stats()
@@ -259,7 +259,7 @@ class Engine:
         """Wait for the steps that were launched, all but the newest `keep`, commit them and send their tokens."""
         while len(self._launched) > keep:
             step = self._launched.popleft()
-            step.fence.wait()  # sampled or not: after the commit, others may write to blocks that the step reads
+            step.fence.wait()  # even if nothing was sampled: after the commit, others may write to blocks it reads
             exposed_s = 0.0  # the time that the model waited for copies
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 exposed_s = self._runner.layer_stream.step_ended()
@@ -273,7 +273,7 @@ class Engine:
             self._publish(step.plan, sampled, result, traces)
 
     def _take_duration(self, launched_s: float) -> float:
-        """Return how long the device took for the step that is over, without its wait for the step before."""
+        """Return the seconds that the device took for the step that is over, without its wait for the step before."""
         begun_s, self._previous_end_s = max(launched_s, self._previous_end_s), time.monotonic()
         return self._previous_end_s - begun_s
 
@@ -296,14 +296,14 @@ class Engine:
         )
 
     def _wait(self) -> None:
-        """Wait until a message comes, a coordinator or storage has news, or it is time to look around."""
+        """Wait until a message comes, the coordinator or storage has news, or the poll interval is over."""
         timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else _IDLE_POLL_MS
         self._poller.poll(self._tier.longest_rest_ms(timeout_ms))
         for wakeup in (self._lending.wakeup, self._tier.wakeup):
             wakeup.take()
 
     def _receive(self) -> list[ToEngine]:
-        """Return messages that have come, as many as one step may wait for: running requests must go on meanwhile."""
+        """Return the messages that have come, at most as many as running requests may wait for."""
         messages: list[ToEngine] = []
         num_bytes = 0
         while len(messages) < MAX_MESSAGES_PER_STEP and num_bytes < MAX_MESSAGE_BYTES_PER_STEP:
@@ -319,7 +319,7 @@ class Engine:
     def _refuse_starved(self, now_s: float) -> None:
         """Refuse requests that have waited too long for others to lend memory.
 
-        Without lending none waits for that: one that cannot fit is refused when it arrives.
+        Without lending a request that cannot fit is refused on arrival.
         """
         if self._config.lending is None:
             return
@@ -398,7 +398,7 @@ class Engine:
             self._enqueue(request)
 
     def _take_compiled(self) -> None:
-        """Queue the requests whose grammars are there now."""
+        """Queue the requests whose grammars have been compiled; refuse those whose grammars could not be."""
         for request, why_not in self._grammars.take_compiled():
             if why_not is None:
                 self._enqueue(request)
@@ -524,7 +524,7 @@ class Engine:
         return rows[~np.isin(request_ids, list(failed))]
 
     def _announce_admitted(self, plan: StepPlan) -> None:
-        """Tell the gateway which requests have left the queue; before the step runs, for a prefill may take seconds."""
+        """Tell the gateway which requests have left the queue, before the step runs: a prefill may take seconds."""
         admitted = self._newly_admitted(plan) if len(plan.new_request_ids) else []
         for request_id, (first, end) in zip(plan.met_request_ids.tolist(), plan.met_blocks.tolist(), strict=True):
             if request_id in self._admitted:
@@ -546,7 +546,7 @@ class Engine:
         return admitted
 
     def _found_more(self, request_id: int, first: int, end: int) -> Admitted:
-        """Return all that a request found, now that it skips blocks `first` to `end`, which storage has loaded."""
+        """Return all that a request found, including blocks `first` to `end`, which storage has loaded."""
         before, block_size = self._admitted[request_id], self._config.block_size
         loaded = hits_elsewhere(self._tier.met(request_id, first, end), np.empty(0, np.int32), block_size)
         cached_tokens = before.cached_tokens + (end - first) * block_size
@@ -569,5 +569,5 @@ class Engine:
         return self._statistics.now()
 
     def _send(self, message: FromEngine) -> None:
-        """Send a message; wait while the gateway does not keep up, for then the engine has nothing better to do."""
+        """Send a message; block while the gateway does not keep up."""
         self._outputs_socket.send(self._encoder.encode(message))

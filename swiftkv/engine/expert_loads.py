@@ -22,7 +22,7 @@ class ExpertLoads:
     def factors(self) -> dict[int, float]:
         """Return the mean over the maximum of tokens per expert, by layer; 1 is even.
 
-        A figure is of the newest tokens that were enough for one, at least `_MIN_TOKENS` per expert.
+        A figure covers the newest tokens, at least `_MIN_TOKENS` per expert.
         """
         for layer, counts in self._counts.items():
             new = (counts - self._seen[layer]).double()

@@ -1,4 +1,4 @@
-"""Compiles grammars in a thread of its own, so that no step waits, and keeps those that were used last."""
+"""Compiles grammars in a thread of its own, so that no step waits, and keeps the most recently used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GrammarCompiler:
         """`wake` is called, from another thread, when `take_compiled` has something."""
         self._tokenizer = tokenizer
         self._wake = wake
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # fresh ones, to be copied; the last used is the last
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # unused ones, to copy; the last used is last
         self._compiling: set[str] = set()
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[tuple[str, LLMatcher | BaseException]] = queue.SimpleQueue()
@@ -35,7 +35,7 @@ class GrammarCompiler:
             threading.stack_size(before)
 
     def copy_of(self, grammar: str) -> LLMatcher | None:
-        """Return a matcher at the beginning of `grammar`, or `None` if it is compiled first."""
+        """Return a matcher at the beginning of `grammar`, or `None` if the grammar must be compiled first."""
         kept = self._kept.get(grammar)
         if kept is not None:
             self._kept.move_to_end(grammar)
@@ -48,8 +48,8 @@ class GrammarCompiler:
     def take_compiled(self) -> Iterator[tuple[str, ValueError | None]]:
         """Yield the grammars that were compiled since the last time, or why one could not be.
 
-        Each is kept until the next one is asked for, at least: more may have been compiled than are kept. Raises what
-        ended the compiler, for nobody would end the wait of a grammar's requests.
+        Each is kept at least until the next one is yielded; later it may have to make room. Raises the error that ended
+        the compiler, because the requests of its grammar would wait for ever.
         """
         while not self._compiled.empty():
             grammar, outcome = self._compiled.get()

@@ -1,8 +1,7 @@
 """The grammars that hold the answers of running requests.
 
-Each request has a matcher of its own, which knows the tokens that it has been given. A step asks the matchers for
-masks, beside the model where it can: on the CPU while the model computes, on a GPU as soon as the tokens of the step
-before it are known, when the device is at work on this one.
+Each request has a matcher of its own, which knows the tokens that it has been given. The matchers make a step's masks
+while the model computes: on the CPU at once, on a GPU as soon as the tokens of the step before are known.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class _Reasoning:
     marks: ReasoningMarks
     is_inside: bool
     may_begin: bool  # with the next token
-    recent: list[int] = field(default_factory=list)  # as many tokens as end it
+    recent: list[int] = field(default_factory=list)  # the latest tokens, at most as many as `marks.end` has
 
     @classmethod
     def of(cls, marks: ReasoningMarks) -> _Reasoning:
         return cls(marks, is_inside=marks.begin is None, may_begin=marks.begin is not None)
 
     def take(self, token_id: int) -> bool:
-        """Take the next token. Return whether it is one of the reasoning, its marks included."""
+        """Take the next token. Return whether it belongs to the reasoning or its marks."""
         if self.may_begin:
             self.may_begin = False
             self.is_inside = token_id == self.marks.begin
@@ -72,7 +71,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Successive rows of one request: the first is behind its last token, each other one behind one more guess."""
+    """Successive rows of one request: the first follows its last token, each other one follows one more guess."""
 
     held: _Held
     first_row: int
@@ -89,7 +88,7 @@ class _Rows:
         return reasoning.marks.begin if reasoning is not None and reasoning.may_begin else None
 
     def parted(self) -> tuple[list[int], _Rows | None]:
-        """Return the rows of the reasoning that must not end the answer, and those that the grammar holds."""
+        """Return the rows of reasoning, at which the answer must not end, and the rows that the grammar holds."""
         if self.held.reasoning is None or not self.held.reasoning.is_inside:
             return [], self
         reasoning, count = replace(self.held.reasoning), 1
@@ -116,7 +115,7 @@ class Grammars:
         self._compiler = None if tokenizer is None else GrammarCompiler(tokenizer, wake)
         self._held: dict[int, _Held] = {}
         self._waiting: dict[int, Request] = {}  # for their grammars
-        # On the CPU the model has the processors.
+        # On the CPU the model needs the cores.
         self._num_threads = 1 if config.device == "cpu" else min(config.threads, _MAX_THREADS)
         self._executor: LLExecutor | None = None
         self._thread = None if tokenizer is None else MaskThread()
@@ -126,10 +125,10 @@ class Grammars:
         return bool(self._held)
 
     def hold(self, request: Request) -> bool:
-        """Hold `request` to its grammar from now on. Return whether it may run: if not, `take_compiled` tells when.
+        """Hold `request` to its grammar from now on. Return whether it may run; if not, `take_compiled` returns it later.
 
         Raises:
-            ValueError: this engine holds nothing to grammars.
+            ValueError: This engine supports no grammars.
         """
         grammar = request.sampling.grammar
         if grammar is None:
@@ -191,7 +190,7 @@ class Grammars:
                 continue
             matcher = held.matcher
             token_id = self._eos_token_ids[0] if token_id in self._eos_token_ids else token_id
-            # An error leaves only the end of the answer to be sampled.
+            # After an error the matcher allows only the end of the answer.
             if matcher.is_error() or (reason == FINISH_RUNNING and not matcher.consume_token(token_id)):
                 failed[request_id] = f"the grammar cannot be followed any further: {error_of(matcher)}"
         return failed
@@ -217,7 +216,7 @@ class Grammars:
         return rows
 
     def _masks(self, endless: Sequence[int], rows: Sequence[_Rows]) -> TokenMasks | None:
-        """Return the masks of `endless` rows, which may have any token but the last, and of those of grammars."""
+        """Return the masks of `endless` rows, which allow any token but an end of sequence, and of rows with grammars."""
         held = self._fill(rows) if rows else None
         if not endless:
             return held
@@ -228,9 +227,9 @@ class Grammars:
         return free if held is None else free.beside(held)
 
     def _fill(self, rows: Sequence[_Rows]) -> TokenMasks:
-        """Make masks, outside the interpreter's lock for the most part."""
+        """Make masks, mostly without the interpreter's lock."""
         row_ids = [each.first_row + offset for each in rows for offset in range(len(each))]
-        # Behind a guess that the grammar forbids anything may follow: nobody reads that row.
+        # A row after a guess that the grammar forbids allows anything: it is not read.
         bits = np.full((len(row_ids), self._num_words), 0xFFFF_FFFF, np.uint32)
         target = (bits.ctypes.data, bits.strides[0], len(bits))
         begins = np.cumsum([0, *map(len, rows)]).tolist()
@@ -240,7 +239,7 @@ class Grammars:
         ]
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)
-        if self._num_threads == 1:  # its one thread would have to be woken for what this one can do
+        if self._num_threads == 1:  # this thread does it itself: the executor's one would have to be woken
             address, row_bytes, _ = target
             for matcher, begin in alone:
                 matcher.unsafe_compute_mask_ptr(address + begin * row_bytes, row_bytes)
@@ -266,7 +265,7 @@ class Grammars:
 
 
 def _forbid_unless_needed(words: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.int32]) -> None:
-    """Take tokens out of a mask, but leave one that has no others: the grammar has nothing else to say."""
+    """Take tokens out of a mask, unless it has no others: then the grammar allows nothing else."""
     rest = words.copy()
     np.bitwise_and.at(rest, token_ids // _BITS, ~(np.uint32(1) << (token_ids % _BITS).astype(np.uint32)))
     if rest.any():

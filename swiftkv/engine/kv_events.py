@@ -1,11 +1,11 @@
-"""Tells routers what an engine's prefix cache has, in vLLM's format (`vllm/distributed/kv_events.py`).
+"""Sends KV events to routers, in vLLM's format (`vllm/distributed/kv_events.py`).
 
 A PUB socket sends [topic, number, payload] for each batch; numbers are 8 bytes, big-endian, from 0 for each start of an
 engine. A ROUTER socket answers [empty, number] with [empty, number, payload] for each batch from that number on, as far
 as they are kept, and ends with number -1 and an empty payload. A payload is MessagePack: [time, events, rank].
 
-Blocks are told of by KV group and medium: `CPU` or `GPU` in the engine's own pool, `PEER` in that of a lender. A block
-that moves is stored in one and removed from the other, without its tokens.
+Events name a KV group and a medium: `CPU` or `GPU` for the engine's own pool, `PEER` for that of a lender. A block that
+moves is stored in one and removed from the other, without its tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.wakeup import Wakeup
 
 MAX_EVENTS = 1 << 16
-"""Events that the core keeps between two calls of `collect`; beyond that, subscribers are told to forget all."""
+"""The most events that the core keeps between two calls of `collect`; beyond, it reports that all blocks are gone."""
 
 _STORED, _REMOVED, _CLEARED = range(3)
 _NO_TEXT, _FIRST, _BEHIND_ANOTHER = range(3)
@@ -65,20 +65,20 @@ class _Row(NamedTuple):
 
 
 class KVEvents:
-    """Tells nobody anything, as an engine does without `kv_events_config`."""
+    """Sends no events, for an engine without `kv_events_config`."""
 
     def added(self, namespace: bytes) -> None:
         """Note the namespace of a request that has come."""
 
     def collect(self) -> None:
-        """Send what has changed, between two steps."""
+        """Send the events since the last call; call between steps."""
 
     def close(self) -> None:
         """End without waiting for subscribers."""
 
 
 class EventFormat:
-    """Makes subscribers' events of the core's."""
+    """Converts the core's events to those that subscribers get."""
 
     def __init__(self, groups: Sequence[KVGroup], local_medium: Literal["CPU", "GPU"], block_size: int) -> None:
         self._groups = groups
@@ -95,7 +95,7 @@ class EventFormat:
                 self._salts.popitem(last=False)
 
     def events_of(self, taken: Taken) -> Iterator[Event]:
-        """Yield the events, by group and medium, those of blocks that follow each other as one."""
+        """Yield the events, by group and medium; blocks that follow each other share one."""
         for run in _runs(taken, self._block_size):
             if run[0].kind == _CLEARED:
                 yield {"type": "AllBlocksCleared"}
@@ -132,7 +132,7 @@ class EventFormat:
 
 
 def _runs(taken: Taken, block_size: int) -> Iterator[list[_Row]]:
-    """Yield the rows that one event tells of together."""
+    """Yield the runs of rows that one event can report together."""
     run: list[_Row] = []
     for row in _rows(taken, block_size):
         if run and not _continues(run[-1], row):
@@ -187,7 +187,7 @@ def _without_trailing_nones(event: Event) -> list[Any]:
 
 
 class ZmqKVEvents(KVEvents):
-    """A thread that encodes, sends, and sends again on demand. The engine's thread hands it what has changed."""
+    """A thread that encodes and sends events, and sends them again on demand. The engine's thread hands it the events."""
 
     def __init__(
         self, spec: KVEventsSpec, scheduler: Scheduler, event_format: EventFormat, context: zmq.Context[Any]
@@ -218,7 +218,7 @@ class ZmqKVEvents(KVEvents):
         if not self._thread.is_alive():
             raise RuntimeError("the thread that tells KV events has ended; its traceback is on standard error")
         if len(self._taken) >= self._spec.max_queue_size:
-            return  # the core keeps them, up to its own bound
+            return  # the core keeps the events, up to its own bound
         taken = Taken(*self._scheduler.take_kv_events())
         if len(taken.kinds):
             self._taken.append((time.time(), taken))
@@ -256,7 +256,7 @@ class ZmqKVEvents(KVEvents):
     def _send_again(self, replayer: zmq.Socket[bytes]) -> None:
         frames = replayer.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != len(_END):
-            return  # a stranger's request
+            return  # a malformed request
         sender, _, start = frames
         for number, payload in self._sent:
             if number >= start:
@@ -271,7 +271,7 @@ def open_kv_events(
     device: str,
     context: zmq.Context[Any],
 ) -> KVEvents:
-    """Open the sockets that `spec` names; without one, nobody is told. Raises `ConfigError` if it cannot listen."""
+    """Open the sockets that `spec` names; without `spec`, send no events. Raises `ConfigError` if it cannot listen."""
     if spec is None:
         return KVEvents()
     event_format = EventFormat(groups, "CPU" if device == "cpu" else "GPU", groups[0].block_size)

@@ -1,4 +1,4 @@
-"""An engine's part in lending: puts its roles, the transport and the scheduler's links together."""
+"""An engine's part in lending: connects its roles, the transport and the scheduler's links."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Lending:
             self._start(config, config.lending, context)
 
     def before_step(self, finish_steps: Callable[[], None]) -> None:
-        """Apply what came for lending, between steps and before the engine waits.
+        """Apply changes of leases; call between steps and before the engine waits.
 
         `finish_steps` commits the steps that are in progress.
 
@@ -89,7 +89,7 @@ class Lending:
             self._borrower.apply_pending(finish_steps)
 
     def demand_changed(self) -> None:
-        """Note that requests came, grew or went: what is lent may be needed here."""
+        """Note that requests came, grew or went, so that lent blocks may be needed here."""
         if self._wire is not None and self._scheduler.is_short():
             self._wire.wake()
 
@@ -104,9 +104,9 @@ class Lending:
         )
 
     def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
-        """Give up a step whose copies over `links` did not arrive; if there are none, it is not known over which.
+        """Give up a step whose copies over `links` failed; if `links` is empty, any link of the step may be to blame.
 
-        The step does not count, and those lenders are attached anew.
+        The step does not count, and these lenders are attached anew.
         """
         assert self._coordinator is not None
         assert self._borrower is not None
@@ -140,7 +140,7 @@ class Lending:
 
 
 class _PeerPools:
-    """The pools of lenders, as the transport of an engine that borrows reaches them."""
+    """The `PeerPools` of an engine that borrows, reached by its transport."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -172,7 +172,7 @@ def _serve_link(
 
 
 def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -> None:
-    """Check that borrowers were told where this pool is: elsewhere they would write into memory that is not theirs."""
+    """Check that borrowers know where this pool's blocks lie; otherwise they would write to memory that is not theirs."""
     for link in links:
         region = regions[link.lender_group]
         assert link.lender_base_offset_bytes == region.base_offset_bytes, f"{link} begins elsewhere: {region}"

@@ -16,7 +16,7 @@ class LogitEdits:
 
     token_ids: npt.NDArray[np.int32]  # [n]
     biases: npt.NDArray[np.float32]  # [n]
-    min_positions: npt.NDArray[np.int32]  # [n] the token is forbidden before; 0: never
+    min_positions: npt.NDArray[np.int32]  # [n] the token is forbidden before this position; 0: never
 
     @classmethod
     def of(cls, request: Request) -> LogitEdits | None:

@@ -32,7 +32,7 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """The log-probabilities that one step computed of consecutive tokens of one prompt."""
+    """The log-probabilities of consecutive tokens of one prompt, as one step computed them."""
 
     sequence: int  # index into the step's sequences
     request_id: int
@@ -43,7 +43,7 @@ class PromptPart:
 class PromptLogprobs:
     """Collects the logprobs of prompts over the steps that compute them, for the few requests that ask.
 
-    What a step computed is kept only once the step is committed: a lender may die while the step reads what it lent.
+    The results of a step are kept only once it is committed: a lender may die while the step reads lent blocks.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PromptLogprobs:
         vocab_size: int,
         logprobs_of: Callable[[torch.Tensor, npt.NDArray[np.int32], Sequence[int]], list[TokenLogprobs]],
     ) -> None:
-        """`logprobs_of`: `token_logprobs`, or what does the same where the logits are."""
+        """`logprobs_of`: `token_logprobs`, or its equivalent on the device of the logits."""
         self._logprobs_of = logprobs_of
         self._rows_per_slice = max(1, _LOGITS_BYTES // (4 * vocab_size))
         self._waiting: dict[int, tuple[Request, list[TokenLogprobs]]] = {}
@@ -80,7 +80,7 @@ class PromptLogprobs:
         context_lens: npt.NDArray[np.int32],
         logits_of: Callable[[slice], torch.Tensor],
     ) -> list[PromptPart]:
-        """Return what a step computes, for `commit` when its outcome is known.
+        """Compute a step's part of the log-probabilities, for `commit` when the step's outcome is known.
 
         `logits_of` gives the float32 logits of a slice of the step's rows.
         """

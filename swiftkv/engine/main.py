@@ -1,7 +1,7 @@
 """An engine process: `python -m swiftkv.engine.main`, with an `EngineConfig` as the first line of standard input.
 
-The end of standard input says that the parent is gone, and ends the process at once; the kernel ends one that cannot
-see it because it is stopped or stuck. SIGTERM and `Shutdown` end it with code 0, a model that cannot be loaded with
+The end of standard input says that the parent is gone, and ends the process at once; if the process is stopped or
+stuck, the kernel ends it. SIGTERM and `Shutdown` end it with code 0, a model that cannot be loaded with
 EXIT_LOAD_FAILED and one line on standard error, a device without room with EXIT_NO_ROOM and one line, a defect with a
 traceback and code 1. The ranks of a tensor-parallel engine are processes like this one that rank 0 starts.
 """
@@ -20,7 +20,7 @@ from swiftkv.background import Background, patience_s
 from swiftkv.output import detach_output
 from swiftkv.processes import die_with_parent
 
-_OUTPUT_PATIENCE_S = 1.0  # a last word before `os._exit` gets out where anybody reads
+_OUTPUT_PATIENCE_S = 1.0  # the time for the last output to be read before `os._exit`
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def _import_run() -> Callable[[bytes, Background], int]:
 def _quieten_threads() -> None:
     """Let no thread of the libraries that torch brings spin while it waits: the cores belong to other engines too.
 
-    numpy's would begin when it is imported, with the priority of the thread that imports it, and has no work here.
+    numpy's threads would begin on its import, with the priority of the importing thread, and have no work here.
     """
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["GOMP_SPINCOUNT"] = "0"
@@ -64,9 +64,9 @@ def _exit_with_parent() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End this process when everything of its own is closed.
+    """End this process, which has closed everything of its own.
 
-    The interpreter's end would abort it, now and then, under threads of libraries that come back from C++ too late.
+    A normal exit would now and then abort, when threads of libraries return from C++ too late.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -16,8 +16,8 @@ _Made: TypeAlias = "queue.SimpleQueue[TokenMasks | Exception | None]"
 class MaskThread:
     """Makes masks in the order in which they were asked for.
 
-    It hands over by plain queues. A step of a model leaves nothing else in the processor's caches, and then an executor
-    and its futures, whose locks are Python code, cost a step twice as much.
+    It uses plain queues: a model's step evicts everything else from the processor's caches, and then an executor and
+    its futures, whose locks are Python code, would cost a step twice as much.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class MaskThread:
         self._thread.start()
 
     def begin(self, make: MakeMasks) -> _Made:
-        """Have masks made. Return the queue that gets them, or the error that is to be raised instead."""
+        """Have masks made. Return the queue that gets them, or the error to raise instead."""
         made: _Made = queue.SimpleQueue()
         self._wanted.put((make, made))
         return made
 
     def close(self) -> None:
-        """Make what was asked for, and end."""
+        """End the thread, once it has made all masks that were asked for."""
         self._wanted.put(None)
         self._thread.join()
 

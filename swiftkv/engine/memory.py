@@ -16,12 +16,12 @@ from swiftkv.errors import ConfigError
 from swiftkv.units import DeviceShare, PoolMemory
 
 GRAPH_BYTES = 1 << 30
-"""Allowed to the CUDA graphs of an engine."""
+"""The most bytes that the CUDA graphs of an engine may take."""
 
 RUNTIME_BYTES = 1 << 30
-"""Set aside for what torch's allocator does not count: CUDA's context, kernels, and the libraries' workspaces."""
+"""Bytes set aside for what torch's allocator does not count: CUDA's context, kernels, and libraries' workspaces."""
 
-_LATER_BYTES = 256 << 20  # those that come after the largest step: the driver's copies of CUDA graphs
+_LATER_BYTES = 256 << 20  # allocated after the largest step: the driver's copies of CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def measure_use(device: torch.device, largest_step: Callable[[], None], graph_by
     """Measure the memory of this process on `device` now (weights), and the most that `largest_step` adds to it.
 
     Call it once, when the weights are loaded and before there is a pool. The memory of other processes does not count.
-    `graph_bytes` is set aside for CUDA graphs, which nobody has captured yet.
+    `graph_bytes` is set aside for CUDA graphs, which are captured later.
     """
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -99,12 +99,12 @@ def measure_use(device: torch.device, largest_step: Callable[[], None], graph_by
 
 
 def runtime_bytes(measured_bytes: int | None) -> int:
-    """Return what is set aside, given what was found of it after the largest step; `None` if that cannot be said."""
+    """Return the bytes to set aside beside torch's allocator, given those measured after the largest step, if any."""
     return RUNTIME_BYTES if measured_bytes is None else max(RUNTIME_BYTES, measured_bytes + _LATER_BYTES)
 
 
 def _bytes_beside_torch(device: torch.device) -> int | None:
-    """Return what this process holds on `device` beside torch's allocator, if the driver knows our process."""
+    """Return the bytes that this process holds on `device` beside torch's allocator; `None` if the driver cannot say."""
     try:
         import pynvml
     except ImportError:
@@ -120,7 +120,7 @@ def _bytes_beside_torch(device: torch.device) -> int | None:
         return None
     finally:
         pynvml.nvmlShutdown()
-    if not used or used[0] is None:  # a container has numbers of its own for its processes
+    if not used or used[0] is None:  # in a container, processes have other numbers than the driver's
         return None
     return max(0, int(used[0]) - torch.cuda.memory_reserved(device))
 

@@ -1,8 +1,8 @@
 """The messages between the gateway and an engine: msgspec structs, as MessagePack over ZeroMQ.
 
 Arrays of numbers travel as little-endian bytes, so that neither side touches tokens one by one:
-`np.frombuffer(message.token_ids, np.int32)`. The engine trusts the framing, never the values: a mistake in
-a request is answered by `RequestError`. The file has more than 400 lines because it is the whole protocol of the two.
+`np.frombuffer(message.token_ids, np.int32)`. The engine trusts the framing, never the values: it answers a mistake in
+a request with `RequestError`. The file has more than 400 lines because it is the whole protocol.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HIGH_WATER_MARK = 10_000
 ) = range(7)
 """Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED,
 FINISH_DROPPED (the step does not count, the request goes on), FINISH_BROKEN (there is no token) and FINISH_REJECTED
-(the token was sampled behind a wrong guess, or behind the one that ended its request) stay between scheduler and
+(the token was sampled after a wrong guess, or after the one that ended its request) stay between scheduler and
 engine."""
 
 DURATION_BOUNDS_S = (
@@ -47,29 +47,29 @@ HIT_TIERS = ("local", "peer", "host", "storage")
 """The tiers in which prompts find their KV, the nearest first."""
 
 POOLED_TOKEN = 0
-"""The token that the scheduler is told of for a pooled request, which samples none: its stop token, so it ends."""
+"""The token that is committed for a pooled request, which samples none: its stop token, so that the request ends."""
 
-_DEADLINES_PER_WATCHDOG = 4  # so many silent lenders, one after the other, may delay a step before the watchdog ends it
+_DEADLINES_PER_WATCHDOG = 4  # the watchdog ends an engine whose step waits for this many silent lenders in turn
 
 EXIT_LOAD_FAILED = 3
 """Exit code of an engine whose model cannot be loaded: starting it again would not help."""
 
 EXIT_NO_ROOM = 4
-"""Exit code of an engine that found its device full. Later it may not be: the pool of an engine that died stays where
-it is until all who borrow from it have let go."""
+"""Exit code of an engine that found its device full. A later start may succeed: the pool of an engine that died keeps
+its memory until every borrower has detached it."""
 
 EXIT_GAVE_UP = 5
 """Exit code of a follower that found another rank gone, or waited for it in vain. Rank 0 says which that was."""
 
 
 class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sockets and queues by which an engine tells what its prefix cache has: `kv_events_config`."""
+    """The sockets and queues of an engine's KV events: `kv_events_config`."""
 
     endpoint: str
-    replay_endpoint: str | None = None  # None: nobody can ask again
+    replay_endpoint: str | None = None  # None: no batch can be asked for again
     buffer_steps: int = 10_000  # batches that are kept for subscribers that ask again
-    hwm: int = 100_000  # batches that wait for one subscriber; more are lost to it
-    max_queue_size: int = 100_000  # batches that wait to be sent
+    hwm: int = 100_000  # the most batches that wait for one subscriber, which misses any more
+    max_queue_size: int = 100_000  # the most batches that wait to be sent
     topic: str = ""
     encoding: Literal["map", "array"] = "map"
 
@@ -84,7 +84,7 @@ class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that an engine process is told: one JSON line on its standard input, whose end is the end of the engine."""
+    """The configuration of an engine process: one JSON line on its standard input. The engine ends with that input."""
 
     name: str
     path: str  # directory in Hugging Face format
@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs_address: str  # ipc://…: the gateway binds PULL here, the engine connects PUSH
     memory: PoolMemory  # the size of the pool
     max_model_len: int
-    task: Task = "generate"  # else every request is a pooled one
+    task: Task = "generate"  # with any other task every request is pooled
     device: str = "cpu"  # cuda:N for rank 0 means cuda:N+1 for rank 1
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     threads: int = 1  # threads of each rank
@@ -107,20 +107,20 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
     max_long_partial_prefills: int = 1  # the most long ones among them
     enable_prefix_caching: bool = True
-    max_pinned_share: float = 0.25  # the most of the pool
+    max_pinned_share: float = 0.25  # the most of the pool that pins may take
     enable_chunked_prefill: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = False  # a step is planned and launched while the one before it is computed
     shares_extents: bool = False  # KV groups share one pool, if their blocks have an extent in common
     lending: LendingSpec | None = None  # None: lends and borrows nothing
-    storage: TierSpec | None = None  # None: what the pool forgets is gone
-    kv_events: KVEventsSpec | None = None  # None: nobody is told what the prefix cache has
+    storage: TierSpec | None = None  # None: blocks that the pool evicts are lost
+    kv_events: KVEventsSpec | None = None  # None: no events
     tensor_parallel_size: int = 1  # ranks, each a process with its part of the model
     rank: int = 0  # the number of this process among them; the gateway knows only rank 0
-    watchdog_s: float = 120.0  # an engine that makes no progress for so long is ended; what waits in a step ends before
+    watchdog_s: float = 120.0  # an engine without progress for so long is ended; waits within a step have to be shorter
     ranks_directory: str = ""  # where ranks find each other; rank 0 makes it, with mode 0700
     step_time_s: list[float] = []  # the costs of STEP_TIME_TERMS as an earlier engine learnt them; empty: not known
-    incarnation: int = 0  # random, told in `Ready`: which start of this engine the process is
+    incarnation: int = 0  # random, repeated in `Ready`: tells this start of the engine from others
     share: ShareSpec | None = None  # None: the operating system alone divides the cores
     log_level: str = "info"
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
@@ -139,15 +139,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningMarks(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens by which an engine knows reasoning, which no grammar holds, from the answer behind it."""
+    """The tokens that separate reasoning, which no grammar holds, from the rest of the answer."""
 
-    end: list[int]  # these in a row end it
-    begin: int | None = None  # the answer may begin with this one, and then reasons; None: it begins inside
-    is_last: bool = False  # the answer may end without what the grammar holds: it has called a tool
+    end: list[int]  # these in a row end the reasoning
+    begin: int | None = None  # as the first token of the answer it begins the reasoning; None: the prompt has begun it
+    is_last: bool = False  # the answer may end within the reasoning, as after the call of a tool
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """The parameters by which tokens are drawn, with vLLM's meanings; `seed=None` draws a fresh seed."""
+    """The parameters of sampling, with vLLM's meanings; `seed=None` draws a fresh seed."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -165,13 +165,13 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     grammar: str | None = None  # the grammar of the answer, as `grammars.library_form` writes it; not with `ignore_eos`
-    reasoning: ReasoningMarks | None = None  # before what the grammar holds; None: it holds from the first token
+    reasoning: ReasoningMarks | None = None  # None: the grammar holds from the first token
 
 
 class Pooling(msgspec.Struct, array_like=True, frozen=True):
-    """Marks a pooled request: numbers of its prompt's last position are wanted, and no token that follows it.
+    """Marks a pooled request, which wants numbers from its prompt's last position and no tokens.
 
-    A model that scores gives the logits of `token_ids`, one that embeds the hidden state behind its final norm.
+    A model that scores returns the logits of `token_ids`, one that embeds the hidden state after its final norm.
     """
 
     token_ids: list[int] = []
@@ -182,16 +182,16 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     prompt: bytes  # int32
     sampling: SamplingParams
     cache_salt: str = ""
-    priority: int = 0  # lower runs first; that of the service tier included
+    priority: int = 0  # lower runs first; includes that of the service tier
     target_ttft_s: float | None = None  # when its first token is due; None: the model's
     pooling: Pooling | None = None  # None: it wants tokens
-    is_traced: bool = False  # its steps are to be told of
+    is_traced: bool = False  # its part in each step is reported as a `StepTrace`
     flow: int = 0  # the share of the engine that the request takes from
     flow_weight: float = 1.0
-    is_to_last: bool = False  # its prompt goes to storage, if there is any, whatever the write policy waits for
+    is_to_last: bool = False  # its prompt goes to storage, if there is any, whatever the write policy
     arrived_s: float | None = None
-    """When it came to the gateway, by the machine's CLOCK_MONOTONIC; `None`: when the engine takes it, which is between
-    two steps."""
+    """The time of its arrival at the gateway, by the machine's CLOCK_MONOTONIC; `None`: the time at which the engine
+    takes it, between two steps."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
@@ -205,9 +205,9 @@ class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
 
 
 class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
-    """Has the engine load its weights again. If it cannot, it ends as one that cannot load them at its start."""
+    """Has the engine load its weights again. If it cannot, it ends as if it could not load them at its start."""
 
-    give_way_s: float = 0.0  # for so long at most it loads behind the work of others
+    give_way_s: float = 0.0  # the most seconds for which the load gives way to other work
 
 
 class AttachStorage(msgspec.Struct, tag="attach_storage", array_like=True, frozen=True):
@@ -218,7 +218,7 @@ class AttachStorage(msgspec.Struct, tag="attach_storage", array_like=True, froze
 
 
 class DetachStorage(msgspec.Struct, tag="detach_storage", array_like=True, frozen=True):
-    """Has the engine let go of its storage, and compute what it wanted to read. Requests go on meanwhile."""
+    """Has the engine close its storage, and compute the blocks that it wanted to read. Requests go on meanwhile."""
 
     change_id: int
 
@@ -227,7 +227,7 @@ class CacheCommand(msgspec.Struct, tag="cache", array_like=True, frozen=True):
     """Asks what prompts found in the cache, and may empty it; answered by `CacheReport`."""
 
     call: int  # a number that the answer repeats
-    explain: list[int] = []  # requests
+    explain: list[int] = []  # ids of requests
     clear: bool = False  # forget every cached block that no running request holds
 
 
@@ -235,7 +235,7 @@ class Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
     """Keeps the prompt of a request in the pool; answered by `CacheReport`."""
 
     call: int
-    request_ids: list[int]  # the first that is remembered counts
+    request_ids: list[int]  # the first that the engine remembers is pinned
     ttl_s: float
 
 
@@ -286,9 +286,8 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 STEP_TIME_TERMS = ("token", "pair", "context", "row", "copy", "step")
-"""The coefficients of `StepTime`, in its order: the seconds of a step for each token, for each pair of a prompt's token
-and one that it looks back on, for each token that a decode looks back on, for each row, for each copied block, and for
-the step itself.
+"""The coefficients of `StepTime`, in its order: seconds per token, per pair of a prompt token and an earlier token that
+it attends to, per token that a decode attends to, per row, per copied block, and per step.
 """
 
 
@@ -304,7 +303,7 @@ class PinView(msgspec.Struct, array_like=True, frozen=True):
 
     pin_id: int
     num_tokens: int
-    left_s: float  # before its time is over
+    left_s: float  # seconds until its time is over
     is_lost: bool  # a request needed its blocks, or their bytes were lost
 
 
@@ -324,24 +323,24 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens_total: int  # computed, not taken from the cache
     generation_tokens_total: int
     prefix_hit_tokens_peer_total: int = 0  # the part of `prefix_hit_tokens_total` found in borrowed blocks
-    window_missed_tokens_total: int = 0  # behind those, known, but without the sliding-window KV before their end
+    window_missed_tokens_total: int = 0  # cached beyond the hits, but without the sliding-window KV before their end
     kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
     kv_tokens_peer: int = 0  # the same in borrowed blocks
     layer_stream_load: Histogram | None = None  # once per step that streams: time that copies from lenders took
     layer_stream_store: Histogram | None = None  # the same of copies to lenders
-    layer_stream_exposed: Histogram | None = None  # the part of both that no computing hid
-    cuda_graph_hits_total: int | None = None  # decode steps that a CUDA graph held; None: there are no graphs
+    layer_stream_exposed: Histogram | None = None  # the part of both for which computing waited
+    cuda_graph_hits_total: int | None = None  # decode steps that were replayed; None: there are no graphs
     cuda_graph_misses_total: int | None = None  # decode steps that ran eagerly
     step_time_error_ratio: float = 0.0  # the recent mean of |predicted - measured| / measured step time
-    prefill_tokens_per_s: float | None = None  # expected of prompts beside what runs now; None: not known yet
+    prefill_tokens_per_s: float | None = None  # expected rate of prompts beside running requests; None: not known yet
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     compute: ComputeStats | None = None  # None: it is not counted
-    expert_load_factors: dict[int, float] = {}  # mean over maximum of tokens per expert, by layer, of late
+    expert_load_factors: dict[int, float] = {}  # mean over maximum of recent tokens per expert, by layer
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
     num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
-    usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for what lasts for minutes
+    usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for the long run
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""
@@ -357,14 +356,14 @@ def _by_tier(num_tokens: int, elsewhere: Mapping[str, int]) -> dict[str, int]:
 
 
 class Admitted(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the engine begins with, and the prompt tokens that it found in the cache.
+    """An admitted request, and the prompt tokens that it found in the cache.
 
-    It comes again if the request finds more before its first token, with all that it has found.
+    It is sent again, with new totals, if the request finds more before its first token.
     """
 
     request_id: int
     cached_tokens: int
-    elsewhere: dict[str, int] = {}  # tokens by tier whose KV lay outside of the engine's own pool
+    elsewhere: dict[str, int] = {}  # by tier: tokens whose KV lay outside of the engine's own pool
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `cached_tokens` by where the KV lay, for all of HIT_TIERS."""
@@ -379,7 +378,7 @@ class StepTrace(msgspec.Struct, array_like=True, frozen=True):
     ended_ns: int
     num_prompt_tokens: int  # computed in this step; 0: it only decoded
     exposed_s: float  # time that computing waited for copies from and to lenders
-    leased: LeasedBytes | None = None  # bytes that changed hands since its last part; None: none did
+    leased: LeasedBytes | None = None  # bytes that changed hands since the request's last part; None: none did
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
@@ -396,10 +395,10 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
     logprobs: dict[int, list[TokenLogprobs]] | None = None  # for each token, by id of the requests that asked
     prompt_logprobs: dict[int, list[bytes]] | None = None  # with the first token: see `pack_prompt_logprobs`
     stats: EngineStats | None = None
-    messages_taken: int = 0  # from the gateway, since the engine started: what it sent beyond that still waits
+    messages_taken: int = 0  # from the gateway, since the engine started; any more that it sent still wait
     pooled: dict[int, bytes] | None = None  # float32, by id of a pooled request, which ends with it
     traces: list[StepTrace] | None = None  # the step's part in every traced request
-    ended_s: float | None = None  # `time.perf_counter` when the tokens were there: processes of a machine share it
+    ended_s: float | None = None  # when the tokens were known, by `time.perf_counter`, which all processes share
 
 
 class Slept(msgspec.Struct, tag="slept", array_like=True, frozen=True):
@@ -415,16 +414,16 @@ class Woken(msgspec.Struct, tag="woken", array_like=True, frozen=True):
 
 
 class StorageChanged(msgspec.Struct, tag="storage_changed", array_like=True, frozen=True):
-    """Answers `AttachStorage` and `DetachStorage`, once it is so; statistics that say so came before."""
+    """Answers `AttachStorage` and `DetachStorage` when the change is over; statistics that show it came before."""
 
     change_id: int
     why_not: str | None  # None: it was done
 
 
 CacheStop = Literal["complete", "prompt_logprobs", "tail_gone", "evicted", "other_salt", "never_stored"] | LoadStop
-"""The reasons why a match stopped: all that can be used was; log probabilities of a prompt are computed; a window's KV
-before the end is gone; the block was evicted; it is known with another salt; nobody has computed it, as far as is
-remembered; or a tier below the pool gave less than it had."""
+"""The reasons why a match stopped: all usable blocks were found; log-probabilities of the prompt must be computed; a
+window's KV before the end is gone; the block was evicted; it is known with another salt; it was never computed, as far
+as the engine remembers; or a tier below the pool gave less than it had."""
 
 
 class Explanation(msgspec.Struct, array_like=True, frozen=True):
@@ -434,7 +433,7 @@ class Explanation(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     reason: CacheStop
-    age_s: float | None = None  # seconds between the eviction, if that is the reason, and the request's beginning
+    age_s: float | None = None  # if the reason is an eviction: the seconds from it to the request's beginning
 
 
 class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=True):
@@ -444,7 +443,7 @@ class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=Tr
     explanations: list[Explanation] = []  # one for each request that is remembered
     cleared_blocks: int = 0
     pin: PinView | None = None  # the pin that was made
-    why_not: str | None = None  # nothing was pinned, or unpinned
+    why_not: str | None = None  # the reason why nothing was pinned or unpinned
 
 
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
@@ -461,7 +460,7 @@ _unpack = msgspec.msgpack.Decoder(list[TokenLogprobs])
 
 
 def pack_prompt_logprobs(entries: list[TokenLogprobs]) -> list[bytes]:
-    """Pack the log probabilities of a prompt's tokens 1, 2, … in parts, so that nobody must read them all at once."""
+    """Pack the log-probabilities of a prompt's tokens 1, 2, … in parts, which can be decoded one at a time."""
     starts = range(0, len(entries), _PACKED_POSITIONS)
     return [_pack.encode(entries[start : start + _PACKED_POSITIONS]) for start in starts]
 

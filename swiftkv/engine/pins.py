@@ -23,9 +23,9 @@ class _Pin:
 
 
 class Pins:
-    """Pins prompts, within the model's share of the pool: those of requests that began of late, and others by name.
+    """Pins prompts, of recent requests or given as tokens, within the model's share of the pool.
 
-    One that was lost is shown until its time is over.
+    A lost pin is shown until its time is over.
     """
 
     def __init__(self, scheduler: Scheduler, records: CacheRecords, *, block_size: int, max_share: float) -> None:
@@ -37,7 +37,7 @@ class Pins:
         self._num_pinned = 0
 
     def pin_request(self, request_ids: Sequence[int], ttl_s: float, now_s: float) -> PinView | str:
-        """Pin the prompt of the first of these requests that is remembered; return why not if it cannot be done."""
+        """Pin the prompt of the first of these requests that is remembered; return the reason if it cannot be done."""
         known = (keys for number in request_ids if (keys := self._records.keys_of(number)) is not None)
         keys = next(known, None)
         if keys is None:
@@ -45,7 +45,7 @@ class Pins:
         return self._pin(keys, ttl_s, now_s)
 
     def pin_prompt(self, message: PinPrompt, now_s: float) -> PinView | str:
-        """Pin what is here of a prompt; return why not if it cannot be done."""
+        """Pin the blocks that the pool has of a prompt; return the reason if it cannot be done."""
         token_ids = np.frombuffer(message.prompt, np.int32)
         keys = block_keys(message.cache_salt.encode(), token_ids, self._block_size)
         return self._pin(keys, message.ttl_s, now_s)

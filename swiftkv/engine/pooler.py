@@ -1,4 +1,4 @@
-"""Takes the numbers that pooled requests want from the last positions of their prompts, in place of tokens."""
+"""Takes numbers for pooled requests from the last positions of their prompts, instead of sampling tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _OnTheirWay:
 class Pooler:
     """A `TokenSampler` of an engine whose requests are all pooled.
 
-    The rows that it is given are what the model has behind its last layer: logits, or hidden states where it has no
-    head. A row of a pooled request is of its prompt's last position, for the request ends there.
+    Its rows are the output of the model: logits, or hidden states if it has no head. A pooled request has one row, that
+    of its prompt's last position, because it ends there.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -66,7 +66,7 @@ class Pooler:
 def pooled_by_request(
     sampled: Sampled, request_ids: npt.NDArray[np.uint64], rows: npt.NDArray[np.intp]
 ) -> dict[int, bytes]:
-    """Return the numbers of `rows`, which count, by request id; of a step that samples tokens, nothing."""
+    """Return the numbers of `rows` by request id; nothing for a step that samples tokens."""
     if sampled.pooled is None:
         return {}
     return {int(request_ids[row]): sampled.pooled[row].tobytes() for row in rows}

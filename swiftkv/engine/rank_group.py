@@ -1,8 +1,8 @@
 """The ranks of one tensor-parallel engine as a `torch.distributed` group of their own: gloo on the CPU, NCCL on GPUs.
 
 They find each other through a file in a directory that only their user can read. Both libraries connect through ports
-of the loopback interface, which take whoever speaks their protocol: over each connection of the group, both ends prove
-that they read that file before anything else is said. (NCCL makes further connections of its own when it needs them.)
+of the loopback interface, which accept any process that speaks their protocol. So over each connection of the group,
+both ends first prove that they read that file. (NCCL makes further connections of its own when it needs them.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class RankGroup:
     """A `Communicator`; see there."""
 
     def __init__(self, store_path: Path, rank: int, size: int, device: torch.device) -> None:
-        """Returns when all `size` ranks have come to `store_path`. Raises `EngineError` if they do not, or if who came
-        is none of them; `OSError` if there can be no such file.
+        """Returns when all `size` ranks have met at `store_path`. Raises `EngineError` if they do not, or if a process
+        that connects is none of them; `OSError` if the file cannot be made.
         """
         self.rank = rank
         self.size = size
@@ -76,7 +76,7 @@ class RankGroup:
         return gathered
 
     def _prove(self, secret: str) -> None:
-        """Show every other rank that we know the secret, and have each show us. Returns when all have."""
+        """Prove to every other rank that we know the secret, and check the proof of each. Raises `EngineError`."""
         shown = torch.stack([proof(secret, self.rank, other) for other in range(self.size)])
         proofs = self.all_to_all(shown.to(self._device)).cpu()
         for other in range(self.size):

@@ -1,12 +1,12 @@
 """The processes of a tensor-parallel engine: rank 0 schedules, samples and talks to the gateway, the others follow it.
 
-Only rank 0 decides. What it has its own part of the model compute it first tells the others, in order, each over a
-socket of its own; so all ranks make the same calls, and nobody has to wait for a decision that was made elsewhere.
+Only rank 0 decides. Before it calls its own part of the model, it sends the same order to each follower, over a socket
+for each. So all ranks make the same calls in the same order.
 
-The ranks live and die together: a follower ends at the end of its standard input, which is the end of rank 0, and
-rank 0 watches every follower. Within a step no rank waits for another beyond a deadline; between steps the followers
-wait for orders for as long as there are none. A rank that misses the deadline is found by elimination: every follower
-that lives and finds another one missing ends with `EXIT_GAVE_UP`, so the one that has not ended is the silent one.
+The ranks live and die together: a follower ends with its standard input, which rank 0 holds open, and rank 0 watches
+every follower. Within a step no rank waits for another beyond a deadline; between steps the followers wait for orders
+without one. A rank that misses the deadline is found by elimination: every follower that lives and finds another one
+missing ends with `EXIT_GAVE_UP`, so the one that has not ended is the silent one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from swiftkv.transport.fence import Fence
 
 _STOP_TIMEOUT_S = 5.0
 _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
-_GIVE_UPS_PER_WATCHDOG = 8  # the followers that live have so long to notice what rank 0 noticed
+_GIVE_UPS_PER_WATCHDOG = 8  # sets the time in which live followers must notice what rank 0 noticed
 
 
 class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """Compute this; what the arrays are is said in `ModelInput`. All int32."""
+    """Compute this step; `ModelInput` describes the arrays. All int32."""
 
     token_ids: bytearray
     positions: bytearray
@@ -65,7 +65,7 @@ class LogitRows(msgspec.Struct, tag="logits", array_like=True, frozen=True):
 
 
 class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
-    """The engine ends, for a rank does not answer: give up."""
+    """Give up: the engine ends because a rank does not answer."""
 
 
 Order = Step | LogitRows | End
@@ -151,12 +151,12 @@ def open_runner(
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's part of the model. The other ranks compute theirs whenever it is asked for something."""
+    """Rank 0's part of the model. Each call has the other ranks compute their parts, too."""
 
     def __init__(self, config: EngineConfig, followers: _Followers, background: Background) -> None:
         group = _join_group(config)
         super().__init__(config, group, background)
-        group.begin(_deadline_s(config))  # everybody has loaded its part
+        group.begin(_deadline_s(config))  # every rank has loaded its part
         self._followers = followers
         self._deadline_s = _deadline_s(config)
 
@@ -175,7 +175,7 @@ class LeadingRunner(ModelRunner):
 
 
 class Follower:
-    """Rank `config.rank` > 0: its part of the model, which computes what rank 0 says."""
+    """Rank `config.rank` > 0: its part of the model, which follows rank 0's orders."""
 
     def __init__(self, config: EngineConfig, background: Background) -> None:
         """Returns when all ranks have loaded their parts. Raises what `ModelRunner` raises.
@@ -205,7 +205,7 @@ class Follower:
 
 
 class _Followers:
-    """Rank 0's view of the other ranks: their processes, and what it tells them."""
+    """The other ranks as rank 0 sees them: starts and watches their processes, and sends them orders."""
 
     def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._name = config.name
@@ -239,7 +239,7 @@ class _Followers:
         """End the engine, and say which rank did not answer: the one that does not end by itself."""
         order = self._encoder.encode(End())
         for socket in self._sockets:
-            with contextlib.suppress(zmq.Again):  # it may be the one
+            with contextlib.suppress(zmq.Again):  # it may be the silent one
                 socket.send(order, zmq.NOBLOCK)
         deadline_s = time.monotonic() + self._give_up_s
         for watcher in self._watchers:
@@ -265,23 +265,23 @@ class _Followers:
         code = process.wait()
         if self._closing:
             return
-        if code == EXIT_GAVE_UP:  # on another, which rank 0 waits for too
+        if code == EXIT_GAVE_UP:  # on another rank, which rank 0 waits for, too
             return
         self._end(*((code, None) if code in (EXIT_LOAD_FAILED, EXIT_NO_ROOM) else (1, f"rank {rank} {how_it_ended(code)}")))
 
     def _end(self, code: int, why: str | None) -> NoReturn:
-        """End this process and the other ranks, also those that are stopped; `why` is None if somebody has said it."""
+        """End this process and the other ranks, even stopped ones; `why` is None if the reason is printed already."""
         self._speaking.acquire()
         for process in self._processes:
             process.kill()
         if why is not None:
-            with contextlib.suppress(OSError):  # nobody reads it: no reason to stay
+            with contextlib.suppress(OSError):  # standard error may be closed
                 print(f"swiftkv: model {self._name}: {why}; the engine ends", file=sys.stderr, flush=True)
         os._exit(code)
 
 
 def _deadline_s(config: EngineConfig) -> float:
-    """Return how long a rank waits for another within a step."""
+    """Return the most seconds that a rank waits for another within a step."""
     return config.watchdog_s / _DEADLINES_PER_WATCHDOG
 
 
@@ -294,7 +294,7 @@ def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
 
 @contextlib.contextmanager
 def _giving_up() -> Iterator[None]:
-    """End this process without a word where another rank is missing: rank 0 can say which it was."""
+    """End this process silently if another rank is missing: rank 0 can say which."""
     try:
         yield
     except EngineError:
@@ -305,7 +305,7 @@ def _start(config: EngineConfig) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "swiftkv.engine.main", config.name, f"rank {config.rank}"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
-    with contextlib.suppress(ConnectionError):  # it died already, which watching it shows
+    with contextlib.suppress(ConnectionError):  # it has died already: its watcher notices
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
     return process

@@ -1,4 +1,4 @@
-"""One request as the engine keeps it, and what makes a request invalid."""
+"""One request as the engine keeps it, and the checks of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftkv.policies import Task
 
 MAX_TOP_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 4 << 20
-"""Entries in one answer: as Python objects about 300 MB, as a message a quarter of `MAX_MESSAGE_BYTES`."""
+"""The most entries in one answer: about 300 MB of Python objects, or a message of a quarter of `MAX_MESSAGE_BYTES`."""
 
 _INT32_MAX = 2**31 - 1
 _MAX_PRIORITY = 2**34
@@ -24,12 +24,12 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A valid request. Everything that changes while it runs is with the scheduler and the sampler."""
+    """A valid request. The scheduler and the sampler keep everything that changes while it runs."""
 
     request_id: int
     prompt: npt.NDArray[np.int32]
     sampling: SamplingParams
-    stop_token_ids: npt.NDArray[np.int32]  # with the model's end-of-sequence tokens unless they are to be ignored
+    stop_token_ids: npt.NDArray[np.int32]  # with the model's end-of-sequence tokens, unless `ignore_eos`
     seed: int  # 64 bits
     namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int
@@ -91,7 +91,7 @@ class Request:
 
 
 def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `ValueError` for a parameter out of range: NaN is, and so is a number that float32 cannot hold."""
+    """Raise `ValueError` for a parameter out of range, including NaN and numbers that float32 cannot hold."""
     bias = params.logit_bias or {}
     rules = {
         "max_tokens must be at least 1 and fit 32 bits": 1 <= params.max_tokens <= _INT32_MAX,
@@ -120,7 +120,7 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_pooling(message: AddRequest, task: Task, vocab_size: int) -> None:
-    """Raise `ValueError` for a request that is not of the model's task."""
+    """Raise `ValueError` for a request that does not fit the model's task."""
     pooling, sampling = message.pooling, message.sampling
     if (pooling is None) != (task == "generate"):
         raise ValueError(f"this is no request for a model whose task is {task}")

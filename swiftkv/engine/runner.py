@@ -1,4 +1,4 @@
-"""The model, its pool, and what a step of the scheduler looks like to them."""
+"""The model runner: owns the weights and the pool of an engine, and runs the scheduler's steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Owns the weights and the pool; to be called in inference mode.
 
-    Raises `ConfigError` or `CheckpointError` when they cannot be had.
+    Raises `ConfigError` or `CheckpointError` if the weights cannot be loaded or the pool cannot be allocated.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelRunner:
         _set_up(self.device)
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
-        self._files = MappedWeights(Path(config.path))  # open as long as the engine: it wakes with the same weights
+        self._files = MappedWeights(Path(config.path))  # stays open, so that the engine wakes with the same weights
         self._model = self.load_weights(background)
         self._model.ops.set_num_threads(config.threads)
         self.kernels = self._model.ops.name
@@ -105,16 +105,17 @@ class ModelRunner:
         return kv_bytes
 
     def close(self) -> None:
-        """Let go of the lenders' pools; no step may follow."""
+        """Detach the lenders' pools; no step may follow."""
         if self.transport is not None:
             self.transport.close()
 
     def load_weights(self, background: Background) -> Decoder:
-        """Load the model, in any thread; `use` it then. Raises as this class does.
+        """Load the model, in any thread; pass the result to `use`. Raises what the constructor raises.
 
-        The host's own work is done in the `background`. A driver's is not: its threads stay.
+        On the CPU the load runs in the `background`. On a GPU it does not: the driver's threads, which stay, would keep
+        the low priority.
         """
-        num_threads = torch.get_num_threads()  # of this thread: another one would begin with as many as there are cores
+        num_threads = torch.get_num_threads()  # of this thread; a new thread begins with the number of cores
         if self.device.type == "cuda":
             return self._load_weights(num_threads)
         return background.run(lambda: self._load_weights(num_threads))
@@ -137,7 +138,7 @@ class ModelRunner:
             )
 
     def drop_weights(self) -> None:
-        """Give their memory back. Until `use`, only steps without tokens may run, which copy and do nothing else."""
+        """Free the memory of the weights. Until `use`, only steps without tokens may run, which only copy."""
         assert self._communicator.size == 1
         self.decode_graphs = None
         self.expert_loads = ExpertLoads({})
@@ -153,14 +154,14 @@ class ModelRunner:
             ctypes.CDLL(None).malloc_trim(0)
 
     def use(self, model: Decoder) -> None:
-        """Run what `load_weights` returned from now on."""
+        """Run `model`, which `load_weights` returned, from now on."""
         self._model = model
         self.expert_loads = self._count_experts()
         self.decode_graphs = self._capture_graphs()
         self._capture_streaming()
 
     def _count_experts(self) -> ExpertLoads:
-        # On a GPU the counts stay there: to read them, the host would have to wait.
+        # Counts on a GPU are not read: the host would have to wait for them.
         return ExpertLoads({} if self.device.type == "cuda" else self._model.tokens_per_expert())
 
     def _capture_graphs(self) -> DecodeGraphs[DecodeInputs] | None:
@@ -176,9 +177,9 @@ class ModelRunner:
                 capture_streaming(self._config, self.decode_graphs, self.layer_stream, self.transport)
 
     def forward(self, plan: EngineStep) -> torch.Tensor:
-        """Return hidden states [T, hidden] of the step's tokens; their KV is where the plan wants it afterwards.
+        """Compute a step, write its KV where the plan says, and return hidden states [T, hidden] of its tokens.
 
-        On a GPU all of it happens later: the host waits for nothing, and may ask for the next step at once.
+        On a GPU the step is only launched: the host waits for nothing, and may launch the next one at once.
 
         Raises `TransferError` if a copy failed: nothing of the step counts, and none of its copies is in flight.
         """
@@ -203,10 +204,10 @@ class ModelRunner:
             return self._model.forward(batch, self._regions, stream)
 
     def _move_blocks(self, moves: Int32Array) -> None:
-        """Copy whole blocks within the pool, in order: one may come to where another has been.
+        """Copy whole blocks within the pool, in order: a block may move to the place of one that moved before.
 
-        On a GPU the copies are on the stream of the steps: behind the step before, which may write to what moves, and
-        before the layers of this one.
+        On a GPU the copies are on the stream of the steps: after the previous step, which may write to these blocks,
+        and before the layers of this one.
         """
         for group, block, place in moves.tolist():
             blocks = self.pool.region_tensor(group)
@@ -222,7 +223,7 @@ class ModelRunner:
             return self._model.logits(hidden[rows])
         if not len(rows):
             return torch.empty(0, self.vocab_size, device=self.device)
-        if len(rows) < len(hidden):  # else it is all of them, in order
+        if len(rows) < len(hidden):  # otherwise `rows` are all of them, in order
             hidden = hidden.index_select(0, upload(rows, self.device))
         return self._model.logits(hidden)
 
@@ -274,10 +275,7 @@ def _out_of_memory_is_no_room(device: torch.device) -> Iterator[None]:
 
 
 def _check_room(config: EngineConfig, division: PoolDivision, kv_bytes: int) -> None:
-    """Raise `ConfigError` unless a sequence of `max_model_len` fits in the pool and in all that lenders have.
-
-    It does not matter how much they lend now.
-    """
+    """Raise `ConfigError` unless a sequence of `max_model_len` fits in the pool and all that lenders could lend."""
     if _has_room(config, division, kv_bytes):
         return
     needed_bytes = division.pool_bytes_for_tokens(config.max_model_len)

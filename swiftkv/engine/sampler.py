@@ -1,9 +1,9 @@
 """Draws tokens from logits, for the whole batch at once.
 
-What a request asks for is written once, when it takes a row slot, into tensors that have a row per slot; a step only
-gathers. The order of the stages, and their meaning, is vLLM's: raw log-probabilities; masks of grammars; min_tokens,
-logit_bias and penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depends on that row alone, and
-the draw on (seed, position) alone, so a request's tokens do not depend on what else runs.
+A request's parameters are written once, when it takes a slot, to tensors that have a row per slot; a step only
+gathers. The stages, in vLLM's order and meaning, are: raw log-probabilities; masks of grammars; min_tokens, logit_bias
+and penalties; temperature; min_p, top_k and top_p; the draw. A row's outcome depends on that row alone, and the draw on
+(seed, position) alone, so a request's tokens do not depend on the other requests.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.engine.token_masks import TokenMasks
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this mean greedy."""
+"""Temperatures below this mean greedy."""
 
 _DRAWN, _FILTERED, _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4, 8, 16
 _BLOCK = 512  # tokens whose weights are added up before a draw looks at single ones
-_SORTED_CANDIDATES = 2048  # for the edge of a nucleus
+_SORTED_CANDIDATES = 2048  # the most that are sorted to find the edge of a nucleus
 _MAX_HALVINGS = 12
-_SLICE_BYTES = 1 << 20  # logits of so many rows at a time stay in the cache
+_SLICE_BYTES = 1 << 20  # logits of one slice of rows, which stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class LogitRows:
 
     logits: torch.Tensor  # float32 [R, vocab], which the sampler overwrites
     slots: npt.NDArray[np.int32]  # [R]
-    positions: npt.NDArray[np.int32]  # [R] those that the sampled tokens will have
-    masks: TokenMasks | None = None  # the tokens that rows of grammars may have; None: no row has a grammar
+    positions: npt.NDArray[np.int32]  # [R] of the tokens to sample
+    masks: TokenMasks | None = None  # for the rows of requests with grammars; None: there are none
 
     def part(self, rows: slice) -> LogitRows:
         """Return some of the rows; their logits are views."""
@@ -58,7 +58,7 @@ class Sampled:
     token_ids: npt.NDArray[np.int32]  # [R]
     logprobs: dict[int, TokenLogprobs]  # by row, of the rows that asked
     broken: npt.NDArray[np.bool_]  # [R] logits that are not finite, or forbid every token: the token means nothing
-    pooled: npt.NDArray[np.float32] | None = None  # [R, width] of pooled requests, whose tokens mean nothing either
+    pooled: npt.NDArray[np.float32] | None = None  # [R, width] numbers of pooled requests; their tokens mean nothing
 
 
 class PendingSample(Protocol):
@@ -89,7 +89,7 @@ class TokenSampler(Protocol):
         """Give the row slot to `request`, in place of any request that had it before."""
 
     def park(self, slot: int, request: Request) -> None:
-        """Take the slot from `request`, which was preempted; keep what cannot be told from its parameters."""
+        """Take the slot from `request`, which was preempted; keep what its parameters do not tell."""
 
     def release(self, request_id: int) -> None:
         """Forget a request that has ended."""
@@ -97,8 +97,8 @@ class TokenSampler(Protocol):
     def sample(self, rows: LogitRows) -> PendingSample:
         """Sample one token per row, for the requests in the rows' slots.
 
-        Of several rows of a slot, each is sampled as if the tokens of those before it counted. `last_token_ids` then
-        has one of them: nobody reads it.
+        If a slot has several rows, each is sampled as if the tokens of the rows before it counted. `last_token_ids`
+        then holds one of these tokens, and is not read.
         """
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
@@ -111,7 +111,7 @@ class TokenSampler(Protocol):
 
 
 def split_repeated(slots: npt.NDArray[np.int32], counts: npt.NDArray[np.bool_]) -> list[slice]:
-    """Return parts of the rows, in order, with no slot twice in a part where what was sampled counts (`counts [R]`)."""
+    """Split the rows, in order, so that no part has a slot twice for which sampled tokens count (`counts [R]`)."""
     repeated = np.flatnonzero((slots[1:] == slots[:-1]) & counts[1:]) + 1
     ends = [*repeated.tolist(), len(slots)]
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -267,7 +267,7 @@ class Sampler:
         slots: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
-        """Draw a token for each of a few rows [R, vocab] by its uniform number; `largest [R]` of each row is finite."""
+        """Draw a token for each of a few rows [R, vocab] by its uniform number; `largest [R]` logits are finite."""
         row_slots = torch.from_numpy(slots).to(self._device, torch.int64)
         num_blocks = ceil_div(self._vocab_size, _BLOCK)
         weights = logits.new_full((len(logits), num_blocks * _BLOCK), -math.inf)
@@ -279,7 +279,7 @@ class Sampler:
         return _to_numpy(_invert_distribution(weights.view(-1, num_blocks, _BLOCK), uniform))
 
     def _filter(self, weights: torch.Tensor, slots: npt.NDArray[np.int32]) -> None:
-        """Zero what min_p, then top_k, then top_p leave out. Equals stay or go together."""
+        """Zero the weights that min_p, then top_k, then top_p leave out. Equal weights stay or go together."""
         for row, slot in enumerate(slots.tolist()):
             row_weights = weights[row]
             floor, top_k, top_p = self._min_p[slot], int(self._top_k[slot]), self._top_p[slot]
@@ -294,7 +294,7 @@ class Sampler:
 def _nucleus_edge(weights: torch.Tensor, top_p: float) -> torch.Tensor:
     """Return the least weight among the likeliest tokens that together have `top_p` of all `weights [N]`, at most 1."""
     total = float(weights.sum())
-    # What weighs less than `low` weighs less than (1 - top_p) of the total even all together: it cannot be in.
+    # All tokens below `low` together weigh less than (1 - top_p) of the total, so none of them is in the nucleus.
     low, high = (1 - top_p) * total / len(weights), 1.0
     candidates = weights[weights >= low]
     wanted = top_p * total
@@ -336,7 +336,7 @@ def _first_above(sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each (seed, position): SplitMix64 twice, so that no neighbours show a pattern."""
+    """Return a number in [0, 1) for each (seed, position): SplitMix64 twice, so that neighbours show no pattern."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix64(_mix64(seeds + golden) + positions.astype(np.uint64) * golden)
     return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
@@ -351,7 +351,7 @@ def _mix64(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _largest(logits: torch.Tensor) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return the token and the value of each row's largest logit: NaN or an infinity if there is one anywhere.
 
-    By numpy, which finds the largest of 151,936 within a tenth of torch's time (14 µs and 141).
+    numpy finds the largest of 151,936 in a tenth of torch's time (14 µs instead of 141).
     """
     rows = logits.numpy(force=True)
     token_ids = rows.argmax(-1)

@@ -71,7 +71,7 @@ def _serve(config: EngineConfig, background: Background) -> int:
         with torch.inference_mode():
             try:
                 engine = Engine(config, runner, requests, outputs, context)
-            except _LOAD_ERRORS as error:  # storage failed, or an address
+            except _LOAD_ERRORS as error:  # storage cannot be opened, or an address cannot be bound
                 return _load_failed(config, error)
             _watch_compilations(runner)
             background.end()
@@ -84,7 +84,7 @@ def _serve(config: EngineConfig, background: Background) -> int:
 
 
 def _assist(config: EngineConfig, background: Background) -> int:
-    """Be another rank than the first of a tensor-parallel engine, until that ends. Returns the exit code."""
+    """Run a rank other than 0 of a tensor-parallel engine until the engine ends. Returns the exit code."""
     try:
         follower = Follower(config, background)
     except _LOAD_ERRORS as error:

@@ -97,12 +97,12 @@ class EngineStatistics:
 
 
 def _shares_extents(groups: Sequence[GroupStats]) -> bool:
-    """Tell whether KV groups share extents: no two of them can have all."""
+    """Return whether KV groups share extents, so that no two of them can have all blocks."""
     return any(group.elsewhere for group in groups)
 
 
 def _pool_blocks(groups: Sequence[GroupStats]) -> int:
-    """Return the blocks of the pool; the smallest ones that it could have, where groups share extents."""
+    """Return the number of blocks in the pool; where groups share extents, as if all blocks were of the smallest."""
     return max(group.total for group in groups) if _shares_extents(groups) else sum(group.total for group in groups)
 
 

@@ -1,4 +1,4 @@
-"""An engine's part in tiers: puts storage, its threads and the scheduler together, between steps."""
+"""The tiers below the pool of an engine: connects storage, its threads and the scheduler between steps."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _TRIAL_INTERVAL_S = 1.0
 
 
 class Tier:
-    """A tier that keeps nothing, as an engine has it without `tiers.storage`."""
+    """A tier that keeps nothing, for an engine without `tiers.storage`."""
 
     def before_step(self) -> None:
-        """Apply what has come from storage, and send down what has been computed; between steps."""
+        """Take over blocks that storage has read, and give it blocks to write; call between steps."""
 
     def added(self, request_id: int) -> None:
-        """Note a request that the scheduler has got, and none of whose prompt is computed yet."""
+        """Note a request that was added to the scheduler, before any of its prompt is computed."""
 
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
         """Note with how many cached tokens a request began.
 
-        Return the tier that each block came from which was loaded for it, by the block's number in the prompt.
+        Return, by number in the prompt, the tier that each block loaded for it came from.
         """
         return {}
 
@@ -57,7 +57,7 @@ class Tier:
         return {}
 
     def why_less(self, request_id: int) -> LoadStop | None:
-        """Return why a request got less from below than there was, if it did; before `admitted`."""
+        """Return why a request got less from the tiers below than they had, if it did; call before `admitted`."""
         return None
 
     def forget(self, request_id: int) -> None:
@@ -71,15 +71,15 @@ class Tier:
         return None
 
     def has_news(self) -> bool:
-        """Return whether there is more to report than before: storage goes on while the engine rests."""
+        """Return whether the statistics have changed since the last report: storage works while the engine rests."""
         return False
 
     def close(self) -> None:
-        """Let go of everything, at the end of the engine."""
+        """Close everything, at the end of the engine."""
 
 
 class StorageTier(Tier):
-    """Storage below the pool: blocks that are committed go down, and come up for prompts that begin with them."""
+    """Storage below the pool: committed blocks are written to it, and read back for prompts that begin with them."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class StorageTier(Tier):
         self._name = opened.name
         self._scheduler = scheduler
         self._levels = levels
-        self._num_dropped_before = scheduler.num_dropped_offers()  # with storage that is gone
+        self._num_dropped_before = scheduler.num_dropped_offers()  # while other storage was attached
         self._groups = groups
         self._pool = pool
         self._transport = transport
-        self._num_out_of_reach = 0  # blocks that lie where their bytes cannot be read in place
+        self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
         self._loader = Loader(levels, keys, wake)
         self._loads = Loads(
@@ -180,7 +180,7 @@ class StorageTier(Tier):
 
     def has_news(self) -> bool:
         stats, now_s = self.stats(), time.monotonic()
-        is_at_work = stats.num_to_store > 0 or stats.num_loading > 0  # then something changes all the time
+        is_at_work = stats.num_to_store > 0 or stats.num_loading > 0  # then the figures change all the time
         if stats == self._told or (is_at_work and now_s < self._told_s + _NEWS_INTERVAL_S):
             return False
         self._told, self._told_s = stats, now_s
@@ -188,31 +188,31 @@ class StorageTier(Tier):
 
     @property
     def is_reading(self) -> bool:
-        """Whether storage has not let go of some blocks of the pool yet."""
+        """Whether storage may still read into blocks of the pool."""
         return self._loads.is_reading
 
     def take_back(self) -> None:
-        """Take back blocks of the pool that storage has let go of."""
+        """Take back blocks of the pool that storage no longer reads into."""
         self._loads.apply()
 
     def leave(self) -> None:
-        """Give up all that waits for storage, and take no more offers; blocks in the queue are still written."""
+        """Give up all loads, and take no more offers; blocks in the queue are still written."""
         self._leave(write_until_s=0.0)
 
     def end(self) -> None:
-        """End the threads after `leave`: write what is on its way down, as far as a moment suffices. In any thread."""
+        """End the threads after `leave`; write queued blocks for `_CLOSE_PATIENCE_S` at most. From any thread."""
         self._loader.close()
         self._writer.close(_CLOSE_PATIENCE_S)
-        self._levels.close()  # a call that hangs returns
+        self._levels.close()  # makes a call that hangs return
         self._loader.join(_CLOSE_PATIENCE_S)
 
     def close(self) -> None:
-        """Write blocks on offer and in the queue, for as long as the storage's patience at the end lasts."""
+        """Write blocks on offer and in the queue, for about `close_patience_s` at most."""
         self._leave(write_until_s=time.monotonic() + self._spec.close_patience_s)
         self.end()
 
     def _leave(self, write_until_s: float) -> None:
-        """Give up all that waits for storage, queue offers until `write_until_s` (monotonic), and take no more of them.
+        """Give up all loads, queue offers until `write_until_s` (monotonic), and then take no more of them.
 
         With write-back, all blocks of the pool are offered first: this is the last chance to write them.
         """
@@ -226,7 +226,7 @@ class StorageTier(Tier):
         self._scheduler.set_write_policy("never")
 
     def _may_write(self) -> bool:
-        """Return whether no load is in the way, or nobody waits for one any more."""
+        """Return whether no load is in the way; once the tier is left, loads no longer count."""
         return self._is_leaving or not self._loads.is_reading
 
     def _store(self) -> int:
@@ -248,13 +248,13 @@ class StorageTier(Tier):
         return num_taken
 
     def _pool_at(self, link: int) -> npt.NDArray[np.uint8] | None:
-        """Return our own pool for -1, else that of the link's lender if it can be read in place."""
+        """Return our own pool for -1, otherwise that of the link's lender if it can be read in place."""
         if link < 0:
             return self._pool
         return None if self._transport is None else self._transport.lender_pool(link)
 
     def _max_stores(self) -> int:
-        """Return how many blocks may be copied now: while storage is degraded, one now and then to find out."""
+        """Return how many blocks may be copied now; while storage is degraded, one now and then as a trial."""
         if not self._levels.is_degraded:
             return self._writer.num_free
         now_s = time.monotonic()
@@ -266,7 +266,7 @@ class StorageTier(Tier):
 
 @dataclass(frozen=True)
 class OpenStorage:
-    """Host memory and storage that can be used, and the names that an engine's blocks have there."""
+    """Open host memory and storage, and the names of an engine's blocks there."""
 
     spec: TierSpec
     name: str  # the name of the last backend
@@ -298,7 +298,7 @@ def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], kernel
 
 
 def _level_stats(level: Level, hit_tokens: int) -> LevelStats:
-    """Return the figures of one tier. Its threads count on meanwhile."""
+    """Return the figures of one tier, whose threads go on counting."""
     failures = {
         f"{operation} {status.name.lower()}": counts[status]
         for operation, counts in (("get", level.gets), ("put", level.puts))

@@ -40,7 +40,7 @@ class TokenCounts:
         self._parked: dict[int, _Parked] = {}  # by request id
 
     def seat(self, slot: int, request: Request) -> bool:
-        """Give the slot to `request`. Return whether its tokens count: whether it has penalties."""
+        """Give the slot to `request`. Return whether its tokens are counted, because it has penalties."""
         asked = request.sampling
         counts = (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) != (0, 0, 1)
         self._is_counted[slot] = counts
@@ -61,7 +61,7 @@ class TokenCounts:
         return True
 
     def park(self, slot: int, request_id: int) -> None:
-        """Take the slot from a request that will have another."""
+        """Take the slot from a preempted request, and keep its counts."""
         if self._is_counted[slot]:
             self._parked[request_id] = _Parked(self.outputs[slot].clone(), self.in_prompt[slot].clone())
 
@@ -69,7 +69,7 @@ class TokenCounts:
         self._parked.pop(request_id, None)
 
     def retract(self, slots: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]) -> None:
-        """Take back the tokens that were counted last for `slots`; a slot may be there several times."""
+        """Take back the tokens that were counted last for `slots`; a slot may occur several times."""
         counted = np.flatnonzero(self._is_counted[slots])
         if len(counted):
             rows, columns = (upload(ids[counted], self.outputs.device).long() for ids in (slots, token_ids))

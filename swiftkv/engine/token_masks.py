@@ -13,7 +13,7 @@ from swiftkv.kernels.cpu_logits import forbid_tokens
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """A set of tokens for each of some rows; other rows may have any token."""
+    """The allowed tokens for some rows; other rows may have any token."""
 
     rows: npt.NDArray[np.int32]  # [M] rows of the step's logits, rising
     bits: npt.NDArray[np.uint32]  # [M, ceil(vocab / 32)] the lowest bit of a word is the first of 32 tokens

@@ -17,11 +17,11 @@ from swiftkv.lease.messages import LeasedBytes
 @dataclass(slots=True)
 class _Traced:
     num_prompt_tokens: int
-    leased: LeasedBytes  # until its last part
+    leased: LeasedBytes  # as of its last part
 
 
 class StepTracer:
-    """Notes the parts that traced requests had in steps; a step without one costs nothing."""
+    """Notes the parts that traced requests had in steps; steps without such requests cost nothing."""
 
     def __init__(self, leased_bytes: Callable[[], LeasedBytes]) -> None:
         """`leased_bytes` returns the bytes that changed hands since the engine started."""
@@ -40,9 +40,9 @@ class StepTracer:
         self._traced.pop(request_id, None)
 
     def parts(self, plan: StepPlan, duration_s: float, exposed_s: float) -> list[StepTrace]:
-        """Return what traced requests had of a step that has just ended, which waited `exposed_s` for copies.
+        """Return the parts that traced requests had in a step that has just ended and waited `exposed_s` for copies.
 
-        Steps that only decode say nothing unless they waited, or bytes changed hands.
+        A request that only decoded has none, unless the step waited or bytes changed hands.
         """
         ended_ns = time.time_ns()
         began_ns = ended_ns - int(duration_s * 1e9)

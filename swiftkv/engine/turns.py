@@ -1,6 +1,6 @@
 """The engine's part of the cores that it shares with the other engines of its node.
 
-The kernels themselves stand still (`cpp_ext/cpu/turns.h`); the engine only says when it has a step to compute.
+The kernels themselves pause (`cpp_ext/cpu/turns.h`); the engine only says when it has a step to compute.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from swiftkv.engine.messages import ComputeStats, EngineConfig, ShareSpec
 
 
 class Turns:
-    """A context manager: a step is computed inside. This one waits for nobody."""
+    """A context manager in which a step is computed. This one never waits."""
 
     def __enter__(self) -> None: ...
 
@@ -26,7 +26,7 @@ class Turns:
 
 
 class SharedTurns(Turns):
-    """Has the kernels inside compute on this engine's part of the cores, and wait if there is none at the moment."""
+    """Limits the kernels inside to this engine's part of the cores; they wait while it has none."""
 
     def __init__(self, share: ShareSpec, threads: int, num_ranks: int) -> None:
         """`threads` are those of each of `num_ranks` ranks, which wait for this process and compute as much."""

@@ -16,7 +16,7 @@ from swiftkv.models.decoder import Decoder
 class SleepingWeights:
     """Gives up the weights of a runner and brings them back; for the engine's thread.
 
-    While they are loaded, the step loop goes on: it lends, and gives back what others recall.
+    While they are loaded, the step loop goes on with lending.
     """
 
     def __init__(self, runner: ModelRunner, wake_engine: Callable[[], None]) -> None:
@@ -29,7 +29,7 @@ class SleepingWeights:
         self._runner.drop_weights()
 
     def load(self, give_way_s: float) -> None:
-        """Begin to load them, behind the work of others for so long at most."""
+        """Begin to load the weights; the load gives way to other work for `give_way_s` at most."""
         assert self._loaded is None
         thread = ThreadPoolExecutor(1, "load weights", initializer=torch.set_num_threads, initargs=(1,))
         self._loaded = thread.submit(self._load, give_way_s)
@@ -44,7 +44,7 @@ class SleepingWeights:
             background.end()
 
     def take(self) -> bool:
-        """Have the runner use weights that were loaded since the last call, if any; return whether there were.
+        """Have the runner use weights that were loaded since the last call; return whether there were any.
 
         Raises `LoadError` if they could not be loaded.
         """
