@@ -1,8 +1,9 @@
-"""Load a model behind the work of others: in threads and a session of low priority.
+"""Load a model so that it gives way to other work: in threads and a session of low priority.
 
 Without privileges Linux lets a thread lower its priority but not raise it again. So the work runs in a thread that ends
-with it, and the thread that waits for it keeps its own priority. A session that has a group of its own in the scheduler
-(autogroups of sched(7)) is weighed as a whole, whatever the priorities of its threads; its niceness may go back.
+with it, and the thread that waits for it keeps its own priority. If the session has a group of its own in the kernel's
+scheduler (autogroups of sched(7)), its weight as a whole counts, whatever the priorities of its threads; that weight
+can be restored.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PATIENCE_VARIABLE = "SWIFTKV_GIVE_WAY_S"
-"""The variable of its environment that tells an engine for how many seconds to load behind others."""
+"""The environment variable with the seconds for which an engine's load gives way to others."""
 
-_NICENESS = 12  # about a fifteenth of a core that one other thread computes on
+_NICENESS = 12  # about a fifteenth of a core, beside one other thread
 _AUTOGROUP = Path("/proc/self/autogroup")
 _RETRY_S = 0.02
-_RETRIES = 100  # Linux takes one change in a tenth of a second, whoever makes it
+_RETRIES = 100  # Linux takes one change in a tenth of a second, of all processes together
 
 
 class Background:
-    """Gives way to others for `patience_s` from now on, and no longer, so that a load ends on a machine that is full.
+    """Gives way to others for `patience_s` from now on, and no longer, so that a load ends even on a busy machine.
 
-    A thread that may not raise its priority goes on as it is; the threads that it starts have its priority, too.
+    A thread that may not raise its priority again stays low, and so do the threads that it has started.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._ends_s = time.monotonic() + patience_s
-        leads_session = os.getsid(0) == os.getpid()  # else others would give way, too
+        leads_session = os.getsid(0) == os.getpid()  # otherwise other processes would give way, too
         self._is_session_low = patience_s > 0 and leads_session and _set_session_niceness(_NICENESS)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do `work`, in a thread of low priority while patience lasts; return or raise what it does."""
+        """Do `work`, in a thread of low priority while patience lasts; return its result or raise its error."""
         if self._left_s() <= 0:
             return work()
         ids: Future[int] = Future()
@@ -67,11 +68,11 @@ class Background:
 
 
 FOREGROUND = Background(0.0)
-"""Gives way to nobody."""
+"""A background that never gives way."""
 
 
 def patience_s() -> float:
-    """Return for how long this process is to load behind others."""
+    """Return the seconds for which this process's load gives way to others."""
     return float(os.environ.get(PATIENCE_VARIABLE, "0"))
 
 
@@ -82,13 +83,13 @@ def _lower(ids: Future[int]) -> None:
 
 
 def _set_session_niceness(niceness: int) -> bool:
-    """Weigh this session so against others; return whether the system does."""
+    """Set the niceness of this session's group; return whether the system took it."""
     for _ in range(_RETRIES):
         try:
             _AUTOGROUP.write_text(str(niceness))
         except BlockingIOError:
             time.sleep(_RETRY_S)
-        except OSError:  # there are no such groups here
+        except OSError:  # this system has no such groups
             return False
         else:
             return True

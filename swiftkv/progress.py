@@ -1,8 +1,8 @@
 """The progress of an engine, in one page of memory that it shares with its supervisor.
 
-The page can be read at any time and needs no answer, so it also tells about an engine that is stuck. Only the engine's
-own thread writes it, but for the bytes of weights that it has loaded: while a device computes and that thread waits,
-nothing counts as progress.
+The page can be read at any time and needs no answer, so it also tells about an engine that is stuck. Except for the
+bytes of loaded weights, only the engine's own thread writes it: while a device computes and that thread waits, nothing
+counts as progress.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ProgressSample:
     longest_s: float
     """The longest round so far."""
     loaded_bytes: int
-    """The weights that are there, as they are computed with."""
+    """The bytes of weights that are loaded, in the form in which they are computed with."""
 
 
 class Progress:
-    """The page, as the engine writes it. Before `share`, nobody else sees it."""
+    """The page, as the engine writes it. Before `share` no other process sees it."""
 
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, _NUM_BYTES)).cast("Q")
@@ -43,7 +43,7 @@ class Progress:
         self._words = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("Q")
 
     def tick(self) -> None:
-        """Count something that was done: a layer, a round of the loop. Takes well under a microsecond."""
+        """Count a unit of work, such as a layer or a round of the loop. Takes well under a microsecond."""
         self._words[_TICKS] += 1
 
     def works(self) -> None:
@@ -55,11 +55,11 @@ class Progress:
         self._end_round(0)
 
     def forget_weights(self) -> None:
-        """Count the weights anew: none of them is there, or not for long."""
+        """Count loaded weights from 0 again: they are, or will soon be, given up."""
         self._words[_LOADED_BYTES] = 0
 
     def loads(self, num_bytes: int) -> None:
-        """Count so much more of the weights as there."""
+        """Count `num_bytes` more of the weights as loaded."""
         self._words[_LOADED_BYTES] += num_bytes
 
     def _end_round(self, next_began_ns: int) -> None:
@@ -96,7 +96,7 @@ class ProgressPage:
         )
 
     def close(self) -> None:
-        """Close the descriptor. The mapping goes when nobody holds this any more."""
+        """Close the descriptor. The mapping ends with this object."""
         os.close(self.fd)
 
 

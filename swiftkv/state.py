@@ -16,11 +16,11 @@ from swiftkv.locks import is_private, is_still_at, try_lock
 
 @contextmanager
 def state_directory(config: Config) -> Iterator[tuple[Path | None, str | None]]:
-    """Make `node.state_dir` with mode 0700, or take the one that is there, and keep other nodes out of it.
+    """Make `node.state_dir` with mode 0700, or use the existing one, and keep other nodes out of it.
 
-    Without the key it is a directory under the user's state home that is named by the node's port, and goes when
-    nothing is in it. If that cannot be used, yield the reason; a node that takes any free port has none, for nothing
-    would find it again.
+    Without the key it is a directory under the user's state home, named by the node's port, which is removed if it is
+    empty at the end. If that cannot be used, yield the reason. A node that takes any free port has no directory,
+    because its next start would not find it again.
 
     Raises `ConfigError` if the directory that the key names cannot be used.
     """

@@ -37,7 +37,7 @@ class CudaPool:
         return region_view(self.tensor, self.regions[index])
 
     def prefault(self) -> None:
-        """Do nothing: a device backs what it allocates at once."""
+        """Do nothing: memory of a device is backed when it is allocated."""
 
     def ipc_handle(self) -> bytes:
         """Return a handle by which another process maps the pool; offsets in it are offsets in the pool."""

@@ -41,11 +41,11 @@ class OwnRegions:
         return dict.fromkeys(range(len(self.groups)), 1)
 
     def pool_bytes(self, group_blocks: Sequence[int]) -> int:
-        """Return the size of a pool of so many blocks."""
+        """Return the bytes of a pool with `group_blocks` blocks of each group."""
         return sum(count * group.block_bytes for count, group in zip(group_blocks, self.groups, strict=True))
 
     def pool_bytes_for_tokens(self, num_tokens: int) -> int:
-        """Return a size for a pool that holds one sequence of `num_tokens`."""
+        """Return the bytes of a pool that holds one sequence of `num_tokens`."""
         return pool_bytes_for_tokens(num_tokens, self.groups, self.num_windows)
 
     def sequence_blocks(self, group_blocks: Sequence[int]) -> int:
@@ -61,7 +61,7 @@ class OwnRegions:
         )
 
     def split(self, group_blocks: Sequence[int], borrowed: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return `(N_LSC, N_RC)` of each group while it borrows so many blocks (Eqs. 4 and 5)."""
+        """Return `(N_LSC, N_RC)` of each group while it borrows `borrowed` blocks (Eqs. 4 and 5)."""
         return tuple(
             split_pool(count * group.num_layers, [blocks], group.num_layers)
             for count, blocks, group in zip(group_blocks, borrowed, self.groups, strict=True)
@@ -72,8 +72,8 @@ class OwnRegions:
 class SharedExtents:
     """All KV groups have their blocks in one region of extents, each of which one group owns at a time, or none.
 
-    An extent is the least common multiple of the groups' blocks, in bytes, so each group's blocks fill it. What a group
-    is said to have is then the most that it can have, when the others have nothing.
+    An extent is the least common multiple of the groups' blocks, in bytes, so each group's blocks fill it. The number
+    of a group's blocks is then the most that it can have, when the others have none.
     """
 
     groups: tuple[KVGroup, ...]
@@ -82,7 +82,7 @@ class SharedExtents:
     def bounds_sequences(self, group_blocks: Sequence[int]) -> bool:
         """Return whether a sequence may be too long for the pool.
 
-        None is if prompts are split and all groups have windows, for windows fit.
+        No sequence is if prompts are split, all groups have windows, and the windows fit.
         """
         if not self.splits_prompts or any(group.kind != "window" for group in self.groups):
             return True
@@ -99,7 +99,7 @@ class SharedExtents:
         return self.extent_bytes // self.groups[group].block_bytes
 
     def lendable(self) -> dict[int, int]:
-        """Return the first group, in whose name all lend, with the number of its blocks in an extent."""
+        """Return the first group, which stands for all when extents are lent, and its blocks per extent."""
         return {0: self.blocks_per_extent(0)}
 
     def group_blocks(self, pool_bytes: int) -> tuple[int, ...]:
@@ -108,11 +108,11 @@ class SharedExtents:
         return tuple(num_extents * self.blocks_per_extent(i) for i in range(len(self.groups)))
 
     def pool_bytes(self, group_blocks: Sequence[int]) -> int:
-        """Return the size of a pool whose groups can have so many blocks."""
+        """Return the bytes of a pool whose groups can have `group_blocks`."""
         return group_blocks[0] * self.groups[0].block_bytes
 
     def pool_bytes_for_tokens(self, num_tokens: int) -> int:
-        """Return the size of the smallest pool that holds one sequence of `num_tokens`."""
+        """Return the bytes of the smallest pool that holds one sequence of `num_tokens`."""
         return self._extents_for(blocks_for_tokens(num_tokens, self.groups[0].block_size)) * self.extent_bytes
 
     def borrowing_parts(self, group_blocks: Sequence[int]) -> tuple[Fraction, ...]:
@@ -133,7 +133,7 @@ class SharedExtents:
         )
 
     def split(self, group_blocks: Sequence[int], borrowed: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return, for each group, the layer blocks that stage what it borrows, and the most blocks that it can have."""
+        """Return, for each group, the layer blocks that stage its borrowed blocks, and the most blocks that it can have."""
         num_extents = self._num_extents(group_blocks)
         of_windows = self._extents_of_windows(self.sequence_blocks(group_blocks, borrowed))
         staging = self._staging_extents(num_extents - of_windows, borrowed)
@@ -147,7 +147,7 @@ class SharedExtents:
     def sequence_blocks(self, group_blocks: Sequence[int], borrowed: Sequence[int] = ()) -> int:
         """Return the blocks of the longest sequence that fits, beside its windows; 0 if none does.
 
-        `borrowed` are the blocks of each group that lenders have room for; without it there are none.
+        `borrowed` are the blocks of each group that lenders have room for, by default none.
         """
         if not self.bounds_sequences(group_blocks):
             return min(group_blocks)
@@ -159,7 +159,7 @@ class SharedExtents:
         return fitting
 
     def holds(self, num_blocks: int, group_blocks: Sequence[int], borrowed: Sequence[int] = ()) -> bool:
-        """Tell whether a sequence of so many blocks gets to its end, as the C++ core counts."""
+        """Return whether a sequence of `num_blocks` can be computed to its end, by the C++ core's count."""
         borrowed = borrowed or (0,) * len(self.groups)
         left = self._num_extents(group_blocks) - self._extents_of_windows(num_blocks)
         for i, staging in enumerate(self._staging_extents(left, borrowed)):
@@ -179,7 +179,7 @@ class SharedExtents:
         return found
 
     def _extents_of_windows(self, num_blocks: int) -> int:
-        """Return the extents that the windows of a sequence need; other groups leave them free while models borrow."""
+        """Return the extents that the windows of a sequence need; other groups leave these free while models borrow."""
         return sum(
             self._extents_of(i, self._held(group, num_blocks))
             for i, group in enumerate(self.groups)
@@ -194,7 +194,7 @@ class SharedExtents:
         return ceil_div(num_blocks, size) + (num_blocks > 0 and size > 1)
 
     def _extents_for(self, num_blocks: int) -> int:
-        """Return the extents in which a sequence of so many blocks gets to its end."""
+        """Return the extents in which a sequence of `num_blocks` can be computed to its end."""
         return sum(self._extents_of(i, self._held(group, num_blocks)) for i, group in enumerate(self.groups))
 
 
@@ -211,7 +211,7 @@ def can_share(groups: Sequence[KVGroup]) -> bool:
 def divide(
     groups: Sequence[KVGroup], *, max_num_seqs: int, enable_chunked_prefill: bool, shares_extents: bool
 ) -> PoolDivision:
-    """Return the division of an engine's pool; groups share extents if they may, and can."""
+    """Return the division of an engine's pool; groups share extents if `shares_extents` is set and they can."""
     if shares_extents and can_share(groups):
         return SharedExtents(tuple(groups), enable_chunked_prefill)
     return OwnRegions(tuple(groups), windows_at_once(max_num_seqs, enable_chunked_prefill))

@@ -18,20 +18,22 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of every dtype that a model can be served in."""
 
 BLOCK_SIZE_MULTIPLE = 16
-"""Kernels read keys and values sixteen tokens at a time."""
+"""The divisor of every block size: kernels read keys and values sixteen tokens at a time."""
 
 MAX_EXACT_EXTENT_BLOCKS = 32
-"""A least common multiple of more blocks than this, counted in the larger model's, is too coarse to lend by."""
+"""The most blocks, of the larger model, in a least common multiple that serves as an extent; larger ones are too coarse
+to lend by."""
 
 MAX_EXTENT_WASTE = Fraction(1, 100)
-"""An extent that is not the least common multiple wastes less than this part of itself."""
+"""The bound of the part that is wasted of an extent that is not the least common multiple."""
 
 
 WINDOW_PART = Fraction(3, 20)
-"""The part of a hybrid's pool that its window groups get at least, where short windows leave a choice."""
+"""The least part of a hybrid's pool that its window groups get, where short windows leave a choice."""
 
 KVKind = Literal["full", "window", "recurrent"]
-"""The state that a layer keeps: all keys and values, those of the last tokens, or (reserved) a state of fixed size."""
+"""The state that a layer keeps: all keys and values, only those of the last tokens, or (reserved) a state of fixed
+size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class KVGroup:
     dtype: str  # a key of DTYPE_BYTES
     block_size: int  # tokens per block
     kind: KVKind = "full"
-    window: int = 0  # tokens a layer looks back on if it is of kind window
+    window: int = 0  # for kind window: how many tokens back a layer sees
     v_head_dim: int | None = None  # the size of a value; None: head_dim
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class KVGroup:
 
     @property
     def block_bytes(self) -> int:
-        """One block of a block-major pool: all of the group's layers, contiguous."""
+        """The bytes of one block of a block-major pool: all of the group's layers, contiguous."""
         return self.num_layers * self.layer_block_bytes
 
     @property
@@ -86,17 +88,17 @@ class KVGroup:
 
     @property
     def tail_blocks(self) -> int:
-        """The blocks of a window group that a token at the begin of a block looks back on."""
+        """The number of a window group's blocks before it that a token at the begin of a block attends to."""
         assert self.kind == "window"
         return ceil_div(self.window - 1, self.block_size)
 
     def blocks_at_rest(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence leaves for its next turn; of a window its tail, and one more."""
+        """Return the blocks that a sequence leaves for its next turn; with a window its tail, and one more."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         return min(whole, self.tail_blocks + 1) if self.kind == "window" else whole
 
     def blocks_to_run(self, num_tokens: int) -> int:
-        """Return the fewest blocks with which a sequence gets to its end: chunks of its prompt shrink to what fits."""
+        """Return the fewest blocks in which a sequence can be computed to its end, in chunks of its prompt that fit."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         return min(whole, self.tail_blocks + 2) if self.kind == "window" else whole
 
@@ -124,8 +126,8 @@ class GroupRegion:
 def lay_out(groups: Sequence[tuple[KVGroup, int]], shares_extents: bool = False) -> tuple[GroupRegion, ...]:
     """Return the regions of a pool of `groups`, (group, number of blocks): one after the other, without gaps.
 
-    Groups that share extents have one region, each in blocks of its own. Every pool is laid out by this, on the CPU and
-    on GPUs, and so is what borrowers are told of a lender's.
+    Groups that share extents have one region, each in blocks of its own. This is the layout of every pool, on the CPU
+    and on GPUs, and borrowers find a lender's blocks by it.
     """
     regions = []
     offset_bytes = 0
@@ -164,7 +166,7 @@ class Extent:
 
     @property
     def wasted_bytes(self) -> int:
-        """The bytes behind the last of the borrower's blocks, which nobody uses."""
+        """The unused bytes after the last of the borrower's blocks."""
         return self.num_bytes - self.meu_m * self.borrower_block_bytes
 
     @property
@@ -182,7 +184,7 @@ class Extent:
 
 
 def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent:
-    """Return the least common multiple of both blocks, in bytes (Eqs. 8 and 9); where that is absurdly large, less.
+    """Return the least common multiple of both blocks, in bytes (Eqs. 8 and 9), or less where that is absurdly large.
 
     Then it is the smallest multiple of the lender's block that holds a whole number of the borrower's blocks with
     waste below `MAX_EXTENT_WASTE`: never larger than the least common multiple, and found in a hundred steps.
@@ -220,10 +222,10 @@ def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layer
 def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> tuple[int, ...]:
     """Divide a pool: return the number of blocks that each group gets.
 
-    Groups of full attention get equally many: every token has KV in each. So do window groups, unless prompts are
-    split and `num_windows` is the number of sequences that may run at once: a sequence, however long, needs little more
-    than its window. Then they get room for so many, but at least `WINDOW_PART` of the bytes, which keeps the tails of
-    sequences that rest; and never more blocks than the others.
+    Groups of full attention get equally many: every token has KV in each. So do window groups if `num_windows` is
+    `None`. Otherwise prompts are split, so a sequence, however long, needs little more than its window: then window
+    groups get room for `num_windows` sequences, but at least `WINDOW_PART` of the bytes, which keeps the tails of
+    sequences at rest, and never more blocks than the others.
     """
     if len(groups) == 1:
         group = groups[0]
@@ -243,7 +245,7 @@ def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int 
 
 
 def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> int:
-    """Return a size for a pool that holds one sequence of `num_tokens`; the smallest, if there is one group."""
+    """Return the bytes of a pool that holds one sequence of `num_tokens`; the fewest, if there is one group."""
 
     def holds(pool_bytes: int) -> bool:
         counts = blocks_in_pool(pool_bytes, groups, num_windows)
@@ -252,7 +254,7 @@ def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_window
     enough = sum(group.block_bytes * blocks_for_tokens(num_tokens, group.block_size) for group in groups)
     if len(groups) == 1 or num_windows is None:
         return enough
-    least = 0  # too little, as long as `enough` is more
+    least = 0  # always too little
     while enough - least > 1:
         middle = (least + enough) // 2
         least, enough = (least, middle) if holds(middle) else (middle, enough)
@@ -260,11 +262,11 @@ def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_window
 
 
 def windows_at_once(max_num_seqs: int, enable_chunked_prefill: bool) -> int | None:
-    """Return how many sequences window groups have room for; `None` if a prompt must fit into them whole."""
+    """Return how many sequences window groups need room for; `None` if a prompt must fit into them whole."""
     return max_num_seqs if enable_chunked_prefill else None
 
 
 def sequence_blocks(counts: Sequence[int], groups: Sequence[KVGroup]) -> int:
-    """Return the blocks in which whole sequences lie: of the groups of full attention, or of all without them."""
+    """Return the number of blocks for whole sequences: that of full-attention groups or, without any, of all groups."""
     full = [count for count, group in zip(counts, groups, strict=True) if group.kind != "window"]
     return min(full or counts)

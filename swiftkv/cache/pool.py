@@ -30,13 +30,13 @@ class Pool:
 
     The memory has no name in any file system: another process of the same user maps it by a copy of our file
     descriptor, and the kernel frees it when the last process that maps it ends, however it ends. Its size is sealed,
-    for a peer that touches what was cut off would be killed by SIGBUS.
+    because SIGBUS would kill a peer that touched memory beyond a new end.
     """
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], name: str = "pool", shares_extents: bool = False) -> None:
         """`groups` are (group, number of blocks), laid out as `lay_out` does. `name` shows in `/proc/<pid>/maps`.
 
-        Raises `OSError` if the address space cannot be had.
+        Raises `OSError` if the memory cannot be mapped.
         """
         self.regions: tuple[GroupRegion, ...] = lay_out(groups, shares_extents)
         self.nbytes = pool_bytes_of(self.regions)
@@ -45,7 +45,7 @@ class Pool:
         os.ftruncate(self.fd, self.nbytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapping = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
-        with contextlib.suppress(OSError):  # a kernel that was built without them
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
@@ -54,10 +54,10 @@ class Pool:
         return region_view(self.tensor, self.regions[index])
 
     def prefault(self) -> threading.Thread:
-        """Have the kernel back the pool with memory from the start of it on, in a thread of low priority.
+        """Have the kernel back the pool with memory, from its start on, in a thread of low priority.
 
         Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this. The
-        thread ends with the pool, and before the interpreter does: later it would abort the process with its tensor.
+        thread ends with the pool, and before the interpreter ends: otherwise its tensor would abort the process.
         """
         is_over = threading.Event()
         thread = threading.Thread(target=_prefault, args=(self.tensor, is_over), name="prefault", daemon=True)
@@ -80,4 +80,4 @@ def _prefault(tensor: torch.Tensor, is_over: threading.Event) -> None:
         length = min(_PREFAULT_SLICE_BYTES, tensor.numel() - offset)
         address = ctypes.c_void_p(tensor.data_ptr() + offset)
         if madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-            return  # the kernel cannot, or has no memory left: pages come on first write instead
+            return  # the kernel cannot, or has no memory left: then pages come on first write

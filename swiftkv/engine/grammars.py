@@ -125,7 +125,7 @@ class Grammars:
         return bool(self._held)
 
     def hold(self, request: Request) -> bool:
-        """Hold `request` to its grammar from now on. Return whether it may run; if not, `take_compiled` returns it later.
+        """Hold `request` to its grammar from now on. Return whether it may run; if not, `take_compiled` returns it.
 
         Raises:
             ValueError: This engine supports no grammars.
@@ -216,7 +216,7 @@ class Grammars:
         return rows
 
     def _masks(self, endless: Sequence[int], rows: Sequence[_Rows]) -> TokenMasks | None:
-        """Return the masks of `endless` rows, which allow any token but an end of sequence, and of rows with grammars."""
+        """Return the masks of `endless` rows, which forbid only ends of sequence, and of the rows with grammars."""
         held = self._fill(rows) if rows else None
         if not endless:
             return held

@@ -187,7 +187,7 @@ def _without_trailing_nones(event: Event) -> list[Any]:
 
 
 class ZmqKVEvents(KVEvents):
-    """A thread that encodes and sends events, and sends them again on demand. The engine's thread hands it the events."""
+    """A thread that encodes events, sends them, and sends them again on demand. The engine's thread hands them over."""
 
     def __init__(
         self, spec: KVEventsSpec, scheduler: Scheduler, event_format: EventFormat, context: zmq.Context[Any]

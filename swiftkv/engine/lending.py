@@ -172,7 +172,7 @@ def _serve_link(
 
 
 def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -> None:
-    """Check that borrowers know where this pool's blocks lie; otherwise they would write to memory that is not theirs."""
+    """Check that borrowers know where this pool's blocks lie; otherwise they would write to the wrong memory."""
     for link in links:
         region = regions[link.lender_group]
         assert link.lender_base_offset_bytes == region.base_offset_bytes, f"{link} begins elsewhere: {region}"

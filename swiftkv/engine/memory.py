@@ -104,7 +104,7 @@ def runtime_bytes(measured_bytes: int | None) -> int:
 
 
 def _bytes_beside_torch(device: torch.device) -> int | None:
-    """Return the bytes that this process holds on `device` beside torch's allocator; `None` if the driver cannot say."""
+    """Return the bytes that this process holds on `device` beside torch's allocator, if the driver can say."""
     try:
         import pynvml
     except ImportError:

@@ -1,4 +1,4 @@
-"""One thread per engine that deals with leases, whatever the engine's own thread is busy with."""
+"""The thread of an engine that handles leases while the engine's own thread is busy."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Role(Protocol[Sender, Message]):
     def on_message(self, sender: Sender, message: Message) -> None:
         """Take a message of the other side.
 
-        Raises `MalformedMessage` for one that names what there is not; it has changed nothing then.
+        Raises `MalformedMessage`, with nothing changed, if it names something that does not exist.
         """
 
     def tick(self, now_s: float, woken: bool) -> float:
-        """Do what is due, and return when to come again. `woken`: another thread has called `Wire.wake`."""
+        """Do what is due, and return the time of the next call. `woken`: another thread has called `Wire.wake`."""
 
     def describe(self, state: LendingState, with_extents: bool) -> LendingState:
         """Return `state` with this side's part filled in."""
@@ -62,7 +62,7 @@ class Coordinator:
         borrower: Role[int, FromLender] | None,
         on_end: Callable[[], None],
     ) -> None:
-        """`on_end` is called in the thread when it ends, also by a defect: see `check`."""
+        """`on_end` is called in the thread when it ends, even by a defect: see `check`."""
         self._name = name
         self._wire = wire
         self._scheduler = scheduler
@@ -81,7 +81,7 @@ class Coordinator:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise `RuntimeError` if a defect ended the thread; from any other thread."""
+        """Raise `RuntimeError` if a defect ended the thread. Call from any other thread."""
         if self._ended.is_set():
             raise RuntimeError("the coordinator's thread has ended; its traceback is on standard error")
 
@@ -91,7 +91,7 @@ class Coordinator:
             self.check()
 
     def close(self) -> None:
-        """End the thread. Leases are left to end with the process."""
+        """End the thread. Leases end with the process."""
         self._closing = True
         self._wire.wake()
         self._thread.join()
@@ -110,7 +110,7 @@ class Coordinator:
             due_s = self.serve_once(self._wire.wait(due_s - self._wire.now_s()))
 
     def serve_once(self, woken: bool) -> float:
-        """Handle all messages and all that is due, and return when to come again. A simulation calls this itself."""
+        """Handle all messages and all that is due; return the time of the next call. A simulation calls this itself."""
         for route, message in self._wire.received():
             try:
                 self._on_inbound(route, message)

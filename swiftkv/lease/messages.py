@@ -1,6 +1,6 @@
 """The messages between coordinators, and between them and the gateway: MessagePack over ZeroMQ.
 
-A `LendingSpec` is what an engine knows of its peers when it starts.
+A `LendingSpec` tells an engine about its peers when it starts.
 
 Extents are little-endian int32 as bytes, epochs uint32. A *link* within a message is its index in the list of links
 that the two engines have in common, which is the same list on both sides. `sender` and `receiver` are incarnations:
@@ -29,14 +29,14 @@ Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
 class LinkGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One KV group of a lender beside one of a borrower; `meu_w` lender blocks hold `meu_m` borrower blocks."""
+    """A KV group of a lender, paired with one of a borrower; `meu_w` lender blocks hold `meu_m` borrower blocks."""
 
     lender_group: int
     borrower_group: int
     meu_w: int
     meu_m: int
     extent_bytes: int
-    num_extents: int  # all that the lender's group consists of, whatever the budget
+    num_extents: int  # all extents of the lender's group, whatever the budget
     lender_base_offset_bytes: int  # from the first byte of the lender's pool to extent 0
     borrower_group_bytes: int  # the group's part of the borrower's own pool: its groups borrow in proportion
 
@@ -67,7 +67,7 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """Borrower to lender, until it is welcomed. Repeating it with the same `attempt` changes nothing."""
+    """Borrower to lender, until a Welcome comes. Repeating it with the same `attempt` changes nothing."""
 
     borrower: str
     sender: int
@@ -84,7 +84,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):
     pid: Pid
     start_ticks: int
     store_paths: list[str]  # per link, where the transport finds the pool
-    refused: str | None = None  # why there will be no lending; the rest then means nothing
+    refused: str | None = None  # why nothing will be lent; the rest then means nothing
 
 
 class Attached(msgspec.Struct, tag="attached", array_like=True, frozen=True):
@@ -96,7 +96,7 @@ class Attached(msgspec.Struct, tag="attached", array_like=True, frozen=True):
 
 
 class Detached(msgspec.Struct, tag="detached", array_like=True, frozen=True):
-    """The borrower let go of the pool, so all its leases end; it will say Hello anew."""
+    """The borrower detached the pool, so all its leases end; it will say Hello anew."""
 
     sender: int
     receiver: int
@@ -140,7 +140,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
 
     sender: int
     receiver: int
-    extents: list[int]  # per link: lent and not home, or borrowed
+    extents: list[int]  # per link: extents that are lent and not home, or borrowed
 
 
 class SetBudget(msgspec.Struct, tag="set_budget", array_like=True, frozen=True):
@@ -155,7 +155,7 @@ class BudgetSet(msgspec.Struct, tag="budget_set", array_like=True, frozen=True):
     request_id: int
     budget_bytes: int  # now in force, or asked for in a dry run
     lent_bytes: int  # not home at this moment
-    recalled_bytes: int  # bytes that came home, or in a dry run would be asked back
+    recalled_bytes: int  # bytes that came home, or in a dry run would be recalled
     took_s: float
     refused: str | None = None
 
@@ -166,25 +166,25 @@ class ShowLending(msgspec.Struct, tag="show_lending", array_like=True, frozen=Tr
 
 
 class LinkState(msgspec.Struct, array_like=True, frozen=True):
-    """One link as one side sees it. Indices into `states`: of a lend link home, offered, lent, recalled; of a borrow
-    link none, held, recalled."""
+    """One link as one side sees it. The values of `states` number, on a lend link, home, offered, lent, recalled; on a
+    borrow link none, held, recalled."""
 
     peer: str
     peer_state: str  # "attached", or why not
     geometry: LinkGeometry
     counts: dict[str, int]  # extents by state
     num_bytes: int  # lent and not home, or borrowed
-    heard_s_ago: float | None  # when the peer last said anything; None: it is not there
+    heard_s_ago: float | None  # seconds since the peer's last message; None: it does not run
     peer_extents: int | None  # extents of this link in the peer's last heartbeat
     states: bytes | None = None  # uint8 [num_extents]
     epochs: bytes | None = None  # uint32 [num_extents]
-    no_offer_s: float | None = None  # nothing is offered for so long, since the lender needed blocks itself
+    no_offer_s: float | None = None  # nothing is offered for so long, because the lender needed blocks itself
 
 
 class LeasedBytes(msgspec.Struct, array_like=True, frozen=True):
-    """The bytes that one model lent, took back, borrowed and gave back: since its engine started, or in part of that.
+    """The bytes that one model lent, took back, borrowed and gave back, since its engine started or in part of that.
 
-    What a lender that has gone takes with it counts as given back.
+    Extents that a dead lender takes with it count as given back.
     """
 
     lent: int = 0
@@ -202,7 +202,7 @@ class LeasedBytes(msgspec.Struct, array_like=True, frozen=True):
 class GroupBlocks(msgspec.Struct, frozen=True):
     """Blocks of one KV group: free + used + cached + lent + in_flight + staging + loading + elsewhere = total.
 
-    Those `elsewhere` are in extents of other groups, or of none. Borrowed ones are beside.
+    Blocks `elsewhere` are in extents of other groups, or of none. Borrowed blocks are not part of the sum.
     """
 
     free: int
@@ -229,12 +229,12 @@ class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=
     name: str
     pool_bytes: int
     groups: list[GroupBlocks]
-    messages_dropped_total: int  # messages that could not be read, or named what there is not
+    messages_dropped_total: int  # messages that could not be read, or named something that does not exist
     budget_bytes: int = 0
     lends: list[LinkState] = []
     borrows: list[LinkState] = []
     recalls_total: dict[str, int] = {}  # by reason: budget, demand, share
-    recall_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram(()))  # from asking to all being home
+    recall_seconds: Histogram = msgspec.field(default_factory=lambda: Histogram(()))  # until all its extents are home
 
 
 FromBorrower = Hello | Attached | Detached | Accept | Return | Heartbeat
@@ -244,13 +244,13 @@ ToAdmin = BudgetSet | LendingState
 
 
 class MalformedMessage(Exception):
-    """A message that names what there is not. It is dropped: a mistake of one side does not end the other."""
+    """A message that names something that does not exist. It is dropped: one side's mistake does not end the other."""
 
 
 def named_leases(message: NamedLeases, links: Sequence[LinkGeometry]) -> tuple[Int32Array, UInt32Array]:
     """Return the extents and epochs that a message about one of `links` names.
 
-    Raises `MalformedMessage` unless every one of them can be.
+    Raises `MalformedMessage` unless all of them are possible.
     """
     if not 0 <= message.link < len(links):
         raise MalformedMessage(f"link {message.link} of {len(links)}")

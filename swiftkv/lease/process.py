@@ -1,4 +1,4 @@
-"""Processes of which one knows for certain that they are the ones meant, and whether they still live."""
+"""Processes that are identified beyond doubt, even if pids are reused, and watched for their end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the latter two: a thread has the number
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the latter two: the number is that of a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Identity:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot: field 22 of proc_pid_stat(5).
+    """Return the start of a process, in clock ticks since boot: field 22 of proc_pid_stat(5).
 
     Raises `FileNotFoundError` or `ProcessLookupError` if it is gone.
     """
@@ -43,7 +43,7 @@ class PeerProcess:
 
     @classmethod
     def find(cls, pid: int, ticks: int) -> Self | None:
-        """Return the process that started at `ticks`, or `None` if it has gone and the pid is another's or nobody's."""
+        """Return the process that started at `ticks`; `None` if it is gone, even if another one has the pid."""
         try:
             process = cls(os.pidfd_open(pid))
         except OSError as error:

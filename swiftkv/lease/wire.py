@@ -28,17 +28,17 @@ _DROP_LOG_INTERVAL_S = 10.0
 _log = logging.getLogger(__name__)
 
 Route = bytes
-"""A connection to our ROUTER, of a borrower or of the gateway."""
+"""A connection of a borrower or of the gateway to our ROUTER."""
 
 
 class Wire(Protocol):
     """The connections of one coordinator to others, and its clock."""
 
     def now_s(self) -> float:
-        """Return the time, on a clock that does not go back."""
+        """Return the time, of a clock that does not go back."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something has come, or a process is gone; return whether `wake` was called."""
+        """Wait until a message has come, or a process is gone; return whether `wake` was called."""
 
     def wake(self) -> None:
         """End the `wait` that is in progress, or else the next one; from any thread."""
@@ -50,21 +50,21 @@ class Wire(Protocol):
         """Send to a lender; drop the message while its coordinator does not listen."""
 
     def received(self) -> Iterable[tuple[Route, FromBorrower | FromAdmin]]:
-        """Return what borrowers and the gateway said."""
+        """Return the messages of borrowers and the gateway."""
 
     def received_from_lenders(self) -> Iterable[tuple[int, FromLender]]:
-        """Return what lenders said, with the index of each."""
+        """Return the messages of lenders, with the index of each lender."""
 
     def lender_name(self, index: int) -> str: ...
 
     def reconnect(self, index: int) -> None:
-        """Forget what the lender said and what it has not read."""
+        """Forget messages from the lender, and those to it that it has not read."""
 
     def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
         """Call `on_exit` once, in `wait`, when the process is gone, and close its file descriptor."""
 
     def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
-        """Count a message that cannot be read, or names what there is not."""
+        """Count a message that cannot be read, or names something that does not exist."""
 
     @property
     def dropped_total(self) -> int:
@@ -74,8 +74,8 @@ class Wire(Protocol):
 class SocketWire:
     """A ROUTER for borrowers and the gateway, a DEALER to each lender, the ends of processes, and `wake`.
 
-    Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds what one
-    side says before the other answers. Only one thread at a time may call it, but for `wake`, which any thread may.
+    Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds how much
+    one side sends before the other answers. Only one thread at a time may call it, except for `wake`.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, lenders: Sequence[PeerSpec]) -> None:
@@ -120,7 +120,7 @@ class SocketWire:
         return self._lenders[index].name
 
     def reconnect(self, index: int) -> None:
-        """Forget what the lender said and what it has not read."""
+        """Forget messages from the lender, and those to it that it has not read."""
         self._poller.unregister(self._dealers[index])
         self._dealers[index].close(linger=0)
         self._dealers[index] = self._connect(self._lenders[index])
@@ -145,9 +145,9 @@ class SocketWire:
         process.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something has come, or a process is gone; return whether `wake` was called.
+        """Wait until a message has come, or a process is gone; return whether `wake` was called.
 
-        Ends of processes come first: what the dead said then counts no more.
+        Ends of processes are handled first, so that messages of the dead no longer count.
         """
         ready = self._poller.poll(max(0, int(timeout_s * 1000) + 1))
         for source, _ in ready:
@@ -156,7 +156,7 @@ class SocketWire:
         return self._wakeup.take()
 
     def received(self) -> Iterator[tuple[Route, FromBorrower | FromAdmin]]:
-        """Yield what borrowers and the gateway said; drop what cannot be read."""
+        """Yield the messages of borrowers and the gateway; drop those that cannot be read."""
         while True:
             try:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -170,7 +170,7 @@ class SocketWire:
             yield route, message
 
     def received_from_lenders(self) -> Iterator[tuple[int, FromLender]]:
-        """Yield what lenders said, with the index of each; drop what cannot be read."""
+        """Yield the messages of lenders, with the index of each lender; drop those that cannot be read."""
         for index in range(len(self._dealers)):
             while True:
                 try:
@@ -185,7 +185,7 @@ class SocketWire:
                 yield index, message
 
     def drop(self, sender: str, error: msgspec.DecodeError | MalformedMessage) -> None:
-        """Count a message, and log that every few seconds at most: there may be many."""
+        """Count a dropped message; log it, but only every few seconds, because there may be many."""
         self._dropped_total += 1
         if time.monotonic() >= self._drop_log_due_s:
             self._drop_log_due_s = time.monotonic() + _DROP_LOG_INTERVAL_S

@@ -1,7 +1,7 @@
 """The borrower's side of leases: takes what lenders offer, gives back what they recall, and survives them.
 
 All of it runs in the coordinator's thread, except for `apply_pending` and `give_up`, which the engine's thread calls,
-and for `PeerPools.find`, which may have to wait for a lender and has threads of its own.
+and `PeerPools.find`, which may have to wait for a lender and runs in threads of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _HELLO_RETRY_S = 0.2
 _ATTACH_RETRY_S = 1.0
-_DRAIN_POLL_S = 0.002  # short: a step gives up its blocks when it is planned, long before it is over
+_DRAIN_POLL_S = 0.002  # short: planning a step already drains blocks, long before the step is over
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ class PeerPools(Protocol):
     """The way to the pools of lenders. `find` and `attach` may raise a `SwiftkvError`."""
 
     def find(self, store_path: str) -> PeerHandle:
-        """Return the pool that a lender publishes there. It is called in a thread of its own, and may wait."""
+        """Return the pool that a lender publishes at `store_path`. Called in a thread of its own; may wait."""
 
     def attach(self, link: int, pool: PeerHandle) -> None:
         """Map a pool, without waiting; called in the engine's thread."""
 
     def detach(self, link: int) -> None:
-        """Let go of a pool, if one is attached; called in the engine's thread."""
+        """Detach a pool, if one is attached; called in the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class _Attachment:
 
 
 class Borrower:
-    """Owns the replicas of the lenders' tables and tells the scheduler what it may use.
+    """Owns the replicas of the lenders' tables and tells the scheduler which extents it may use.
 
-    An attachment begins in a thread of `_finders`, where a lender that is stopped keeps nobody waiting, and lies in
-    `_searches` meanwhile. Pools are attached and detached by the engine's thread, between steps: orders for it lie in
-    `_orders`, what came of them in `_outcomes`.
+    An attachment begins in a thread of `_finders`, so that a stopped lender delays no other, and is kept in `_searches`
+    meanwhile. The engine's thread attaches and detaches pools, between steps: `_orders` has the orders for it,
+    `_outcomes` their outcomes.
     """
 
     def __init__(
@@ -102,23 +102,23 @@ class Borrower:
         self._peers = lenders_of(spec)
         self._links = [link for peer in self._peers for link in peer.links]
         self._peer_at = [peer for peer in self._peers for _ in peer.links]  # by link number
-        # Two threads for each lender: one may still wait for the process before, which died in the middle.
+        # Two threads for each lender: one may still wait for an earlier process that died in the middle.
         self._finders = ThreadPoolExecutor(2 * len(self._peers), "attach")
         self._searches: list[_Attachment] = []
         self._orders: deque[_Attachment | int] = deque()  # a number: the lender to detach
         self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; else why not
         self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
         self._is_draining = False
-        self.borrowed_total_bytes = 0  # until now
-        self.given_back_total_bytes = 0  # with what was lost
+        self.borrowed_total_bytes = 0
+        self.given_back_total_bytes = 0  # including lost extents
 
     def close(self) -> None:
-        """Wait until nothing calls `Wire.wake` any more; after the coordinator's thread has ended."""
+        """Wait until no thread calls `Wire.wake` any more; call after the coordinator's thread has ended."""
         self._finders.shutdown()
 
     @property
     def borrowed_bytes(self) -> int:
-        """The bytes of all borrowed extents, with those that are being given back."""
+        """The bytes of all borrowed extents, including those that are being given back."""
         return sum(link.borrowed * link.geometry.extent_bytes for link in self._links)
 
     @property
@@ -131,8 +131,8 @@ class Borrower:
     def apply_pending(self, finish_steps: Callable[[], None]) -> None:
         """Attach and detach lenders' pools, before each `schedule()` and before the engine waits for messages.
 
-        `finish_steps` commits all steps in progress. It is called first, for a lender that was restarted may at once
-        offer extents that such a step still uses.
+        `finish_steps` commits all steps in progress. It is called first, because a restarted lender may at once offer
+        extents that such a step still uses.
         """
         if self._orders:
             finish_steps()
@@ -143,14 +143,14 @@ class Borrower:
             else:
                 self._outcomes.append((order, self._try_to_attach(order)))
                 self._wire.wake()
-        if self._is_draining:  # the step before may have drained it
+        if self._is_draining:  # the step before may have drained extents
             self._wire.wake()
 
     def give_up(self, links: Sequence[int]) -> threading.Event:
-        """Let go of the lenders of these links, over which copies failed; return what is set when it is done.
+        """Detach the lenders of these links, over which copies failed; return an event that is set when it is done.
 
-        Call it after `transport.settle()` and `scheduler.abandon()`. What was borrowed from these lenders is lost, and
-        they are attached anew in a while.
+        Call it after `transport.settle()` and `scheduler.abandon()`. The blocks borrowed from these lenders are lost,
+        and the lenders are attached anew in a while.
         """
         for peer in {self._peer_at[link].index: self._peer_at[link] for link in links}.values():
             self._detach_all(peer)
@@ -325,7 +325,7 @@ class Borrower:
         peer.reported = []
 
     def _let_go(self, peer: LenderPeer, now_s: float) -> None:
-        """Give everything back to a lender whose pool is detached, with no copy of ours in flight."""
+        """Give everything back to a lender whose pool is detached; no copy of ours is in flight."""
         if not peer.is_attached:
             return
         for link in peer.links:

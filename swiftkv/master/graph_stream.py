@@ -7,9 +7,9 @@ their own, forked from the capturing one and joined to it at the end, so they be
 
 Events of a graph cannot be timed, and two consecutive steps replay the same graph. So the device notes its clock before
 and after every copy, and whenever computing comes to a wait; the notes of a step go to the host when it has ended. They
-give `StreamTimings` to about a microsecond: the time of a copy includes its launch, and computing that arrived before
-the copy it needs had ended has waited for the difference. A note is a kernel of one thread, and one per layer stands
-between the kernels that compute.
+give `StreamTimings` to about a microsecond. The time of a copy includes its launch; if computing arrives before the
+copy that it needs has ended, it has waited for the difference. A note is a kernel of one thread, and one per layer is
+launched between the kernels that compute.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from swiftkv.transport.mappings import Mappings
 ROOM_BLOCKS = 16 << 10
 """Layer blocks that the lists of one step have room for, all kinds and buffers together.
 
-A layer block has tens of KiB. A step with more of them moves hundreds of MiB per layer, which takes milliseconds: what
-it costs to launch a layer eagerly, a tenth of one, is not seen beside that.
+A layer block has tens of KiB. A step with more of them moves hundreds of MiB per layer, which takes milliseconds;
+launching a layer eagerly, a tenth of a millisecond, does not matter beside that.
 """
 
 _MOMENTS = 6
 _LOAD_BEGAN, _SPILLED, _LOADED, _STORE_BEGAN, _STORED, _ARRIVED = range(_MOMENTS)
-"""The moments noted for a layer: when its copies began and ended, and when computing came to need them. In the row
-after the last layer's, `_ARRIVED` is the end of the step."""
+"""The moments noted for a layer: when its copies began and ended, and when computing arrived at its wait for them. In
+the row after the last layer's, `_ARRIVED` is the end of the step."""
 
 
 class GraphStream:
@@ -59,8 +59,8 @@ class GraphStream:
         room_blocks: int = ROOM_BLOCKS,
         max_programs: int = 0,
     ) -> None:
-        """Copies between `mappings.pool` and the pools behind `mappings`, as many programs at once as `move_blocks`
-        is told; their books are those of `layer_stream`.
+        """Copies between `mappings.pool` and the pools that `mappings` has. `max_programs` is that of `move_blocks`;
+        `layer_stream` records the timings.
         """
         device = mappings.pool.device
         groups = layer_stream.groups
@@ -80,9 +80,10 @@ class GraphStream:
         self._filled: tuple[GroupCopies, ...] = ()
 
     def fill(self, plan: StepCopies) -> bool:
-        """Write the step's lists, in order on the current stream; the host does not wait. False: they are too long.
+        """Write the step's lists, in order on the current stream; return false if they are too long.
 
-        Raises `TransferError` for what is not attached or outside of the pools; nothing is written then.
+        The host does not wait. Raises `TransferError`, and writes nothing, for links that are not attached and runs
+        outside of the pools.
         """
         assert buffers_of(plan) == self.num_buffers
         groups = self._layer_stream.groups
@@ -107,7 +108,7 @@ class GraphStream:
     def launched(self) -> None:
         """Register the step that `fill` wrote, after its launch on the current stream."""
         times = torch.empty(self._times.shape, dtype=torch.int64, pin_memory=self._times.device.type == "cuda")
-        times.copy_(self._times, non_blocking=True)  # the next replay is behind this
+        times.copy_(self._times, non_blocking=True)  # before the next replay
         self._layer_stream.launched(ReplayedStep(self._filled, times.view(-1, _MOMENTS)))
 
     def before_write(self, layer: int) -> None:
@@ -183,10 +184,10 @@ class _Mark:
     """A moment in the work of a lane."""
 
     device: torch.device
-    event: torch.cuda.Event | None  # None: the lane is in line
+    event: torch.cuda.Event | None  # None: the lane runs in line
 
     def wait(self) -> None:
-        """Make the current CUDA stream wait until the lane has come so far."""
+        """Make the current CUDA stream wait until the lane has reached this moment."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
@@ -213,7 +214,7 @@ def _timings_of_group(copies: GroupCopies, times: npt.NDArray[np.int64]) -> Stre
     has_load = np.array([copies.load(layer) is not None for layer in layers])
     has_store = np.array([copies.store(layer) is not None for layer in layers])
     spill_s = _seconds(times[:, _SPILLED] - times[:, _LOAD_BEGAN]) if copies.spill is not None else 0.0
-    # As in the eager step: what is waited for is the load, or, if there is none, the store before it in the lane.
+    # As in the eager step, computing waits for the load or, if there is none, for the store before it in the lane.
     waits_for_load = has_load | (copies.spill is not None)
     return replace(
         copies.amounts(),

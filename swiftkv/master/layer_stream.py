@@ -9,7 +9,7 @@ Within one KV group, with B layer-stream buffers, layers counted within the grou
     at the end        wait for all stores
 
 Jobs run one after the other in this order, so a buffer is stored before it is loaded again, and blocks that leave the
-pool have left before anything is written in their place.
+pool are copied before anything is written in their place.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class StepCopies(Protocol):
 
     @property
     def num_stream_buffers(self) -> int:
-        """0: what is copied is not staged."""
+        """The number of stream buffers; 0: the step stages nothing."""
 
     @property
     def has_copies(self) -> bool: ...
 
     def copies(self, group: int, kind: CopyKind, buffer: int) -> Int64Array:
-        """Return runs [R, 5] of `transport.base.Runs`, valid as long as the plan. Unstaged ones are of buffer 0."""
+        """Return runs [R, 5] of `transport.base.Runs`, valid as long as the plan. Unstaged runs have buffer 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StreamTimings:
     num_steps: int = 0  # steps that copied anything
     load_s: float = 0.0  # copying from peers
     store_s: float = 0.0  # copying to peers: stores and spills
-    exposed_load_s: float = 0.0  # computing waited for KV to come
+    exposed_load_s: float = 0.0  # time that computing waited for KV to come
     exposed_store_s: float = 0.0  # time that computing waited for KV to leave: for a buffer, or at the end of the step
     load_bytes: int = 0
     store_bytes: int = 0
@@ -83,7 +83,7 @@ class StreamTimings:
 class GroupCopies:
     """The copies of every layer of one KV group; loads and stores by buffer. Layers are counted within the group."""
 
-    layers: tuple[int, ...]  # the model's numbers of them
+    layers: tuple[int, ...]  # their numbers in the model
     spill: Runs | None
     loads: tuple[Runs | None, ...]
     stores: tuple[Runs | None, ...]
@@ -125,21 +125,21 @@ class GroupCopies:
 
 
 def buffers_of(plan: StepCopies) -> int:
-    """Return how many buffers a step's copies take in turn; what is not staged is copied as if through one."""
+    """Return how many buffers a step's copies take in turn; unstaged copies count as one buffer."""
     return max(1, plan.num_stream_buffers)
 
 
 class LaunchedStep(Protocol):
-    """A step with copies that was asked for."""
+    """A step with copies that was launched."""
 
     def timings(self) -> StreamTimings:
         """Return the step's timings. Called once, after the step has ended, and in the order of steps."""
 
 
 class LayerStream:
-    """Performs the copies of one step after another, around the layers of a model, and keeps the books of them.
+    """Performs the copies of one step after another, around the layers of a model, and records their timings.
 
-    A step may begin while a device is busy with those before it. It enters the books when `step_ended` says so.
+    A step may begin while a device is busy with earlier ones. `step_ended` records it.
     """
 
     def __init__(self, transport: Transport, groups: Sequence[KVGroup]) -> None:
@@ -148,15 +148,15 @@ class LayerStream:
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # single steps; the reader may clear it
         self._transport = transport
         self._journal = _Journal(transport)
-        self._launched: deque[LaunchedStep] = deque()  # not in the books yet, the oldest first
+        self._launched: deque[LaunchedStep] = deque()  # not recorded yet, the oldest first
 
     @contextmanager
     def step(self, plan: StepCopies) -> Iterator[KVStream]:
         """Yield the hooks for one forward pass; on leaving, all copies of the step are done.
 
         On a device they are done when its compute stream has come that far: the caller waits for that before anything
-        is given back. Raises `TransferError` if one was not: then no copy is in flight any more, and nothing of the
-        step counts.
+        is given back. Raises `TransferError` if a copy failed: then no copy is in flight, and nothing of the step
+        counts.
         """
         if not plan.has_copies:
             yield NO_STREAM
@@ -171,15 +171,15 @@ class LayerStream:
         self.launched(step)
 
     def launched(self, step: LaunchedStep) -> None:
-        """Note a step whose copies were asked for, here or elsewhere (`master.graph_stream`)."""
+        """Note a step whose copies were launched, here or in a graph (`master.graph_stream`)."""
         self._launched.append(step)
 
     def step_ended(self) -> float:
         """Record the times and bytes of the oldest step with copies that is not recorded yet.
 
-        Return the seconds of it that computing waited for copies.
+        Return the seconds for which computing waited for copies in it.
 
-        Call this once for each step with copies that did not fail, after waiting until the device has ended it.
+        Call this once for each step with copies that did not fail, after the device has ended it.
         """
         timings = self._launched.popleft().timings()
         self.recent.append(timings)
@@ -198,8 +198,8 @@ class LayerStream:
 class _Journal:
     """The timings that a transport reports of its jobs, kept for the steps that the jobs belong to.
 
-    When one step has ended, jobs of the next may have, too. Steps ask in order; jobs of steps that failed have older
-    tickets than those of the next one that did not, and are forgotten.
+    When one step has ended, jobs of the next may have ended, too. Steps ask in order, so jobs of a failed step have
+    smaller tickets than those of the next step that asks, and are forgotten.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -220,7 +220,7 @@ class _Journal:
 
 
 def _split(rows: npt.NDArray[Any], tickets: Collection[Ticket]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the rows of `tickets`, and those of later ones."""
+    """Return the rows of `tickets`, and the rows of later tickets."""
     of_rows = rows["ticket"]
     return rows[np.isin(of_rows, list(tickets))], rows[of_rows > max(tickets, default=0)]
 

@@ -11,7 +11,7 @@ from swiftkv.lease.process import PeerProcess
 
 @dataclass(frozen=True, slots=True)
 class BorrowLink:
-    """A KV group of a lender beside one of the borrower."""
+    """A KV group of a lender, paired with one of the borrower's."""
 
     number: int  # index in the borrower's links
     index: int  # index in the links with this lender
@@ -25,8 +25,8 @@ class BorrowLink:
 
 @dataclass(slots=True)
 class LenderPeer:
-    """A lender, there or not. `process` is set while it is known to live, `welcome` from its Welcome until the memory
-    has to be attached anew."""
+    """A lender, whether it runs or not. `process` is set while it is known to live, `welcome` from its Welcome until
+    its memory must be attached anew."""
 
     spec: PeerSpec
     index: int
@@ -43,7 +43,7 @@ class LenderPeer:
 
 
 def lenders_of(spec: LendingSpec) -> list[LenderPeer]:
-    """Return the lenders that a borrower is configured for, none of them there yet."""
+    """Return the lenders that a borrower is configured for; none of them runs yet."""
     peers = []
     number = 0
     for lender, peer in enumerate(spec.lenders):
@@ -56,7 +56,7 @@ def lenders_of(spec: LendingSpec) -> list[LenderPeer]:
 
 
 def link_state(peer: LenderPeer, link: BorrowLink, *, now_s: float, with_extents: bool) -> LinkState:
-    """Return what the borrower knows of a link."""
+    """Return the state of a link as the borrower knows it."""
     ledger = link.ledger
     states, epochs = ledger.table() if with_extents else (None, None)
     is_there = peer.process is not None

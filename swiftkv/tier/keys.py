@@ -1,4 +1,4 @@
-"""The names of blocks in storage: what one engine wrote, another may read only if its own bytes would be the same."""
+"""The names of blocks in storage: an engine finds another's block only if its own would have the same bytes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ObjectKeys:
     """Names the blocks of an engine by weights, data type, layout and KV group, beside the tokens and the salt."""
 
     def __init__(self, groups: Sequence[KVGroup], weights: str, kernels: str) -> None:
-        """`weights` is their fingerprint; `kernels` says who writes KV: others may round differently."""
+        """`weights` is their fingerprint; `kernels` names the kernels that write KV, because others round differently."""
         common = [LAYOUT_VERSION, weights, kernels]
         self._domains = [blake3(msgspec.json.encode([*common, asdict(group)])) for group in groups]
         self.fingerprint = blake3(b"".join(self._domains))[:16]
-        """The same for all groups together."""
+        """The first 16 bytes of a hash that names all groups together."""
 
     def of(self, block_key: bytes, group: int) -> bytes:
         """Return the name of one group's block."""
@@ -50,6 +50,6 @@ class ObjectKeys:
 
 
 def split_keys(block_keys: bytes) -> Iterator[bytes]:
-    """Yield the keys that the core hands out as one string of bytes."""
+    """Yield the keys that the core returns as one string of bytes."""
     for start in range(0, len(block_keys), BLOCK_KEY_BYTES):
         yield block_keys[start : start + BLOCK_KEY_BYTES]

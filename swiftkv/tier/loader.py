@@ -1,4 +1,4 @@
-"""Asks storage for blocks and reads them, in a thread of its own."""
+"""Searches storage for blocks and reads them, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLOCKS_PER_GET = 64
 _GET_BYTES = 8 << 20
 _MAX_GROWTH = 8
 _SHORT_S = 0.005
-"""A call that takes less is followed by one of twice its size, for each costs the engine a look at its outcome."""
+"""A call that takes less is followed by one of twice its size, because each interrupts the engine once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class Target:
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Blocks that are read in order, a few at a time; behind one that is not there nothing is read."""
+    """Blocks that are read in order, a few at a time; after one that is missing nothing is read."""
 
     request_id: int
     targets: Sequence[Target]
     deadline_s: float  # monotonic
     is_cancelled: bool = False
-    num_begun: int = 0  # targets that storage was handed, or that nobody wants any more
+    num_begun: int = 0  # targets that were passed to storage, or are no longer wanted
     growth: int = 1  # the size of its next call, as a multiple of the first
 
     def take_rest(self) -> Sequence[Target]:
@@ -78,7 +78,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class PartRead:
-    """The outcome for the next targets of a load. Those that storage was not asked for have no status."""
+    """The outcome for the next targets of a load. Targets that storage was not asked for have no status."""
 
     load: Load
     targets: Sequence[Target]
@@ -89,15 +89,15 @@ class PartRead:
 
     @property
     def num_read(self) -> int:
-        """The targets that were read before the first that was not."""
+        """The number of targets before the first that was not read."""
         return next((i for i, status in enumerate(self.statuses) if status is not Status.OK), len(self.statuses))
 
 
 class Loader:
     """The thread that reads. Loads take turns, so that a long one holds up a short one for a moment only.
 
-    The engine's thread calls all methods. A call that hangs keeps its buffers, and delays the loads behind it; who
-    waits for those has a deadline of its own, and withdraws them.
+    The engine's thread calls all methods. A call that hangs keeps its buffers, and delays the loads behind it, which
+    are withdrawn at their own deadlines.
     """
 
     def __init__(self, levels: Levels, keys: ObjectKeys, on_done: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ class Loader:
         self._todo: deque[Search | Load] = deque()
         self._done: deque[Search | PartRead] = deque()
         self.hung_from_s = math.inf
-        """When the call in progress begins to count as hung, on the monotonic clock."""
+        """The time, on the monotonic clock, from which the call in progress counts as hung."""
         self._thread = StorageThread("storage loader", self._serve, on_done)
         self._thread.start()
 
@@ -118,13 +118,13 @@ class Loader:
             self._thread.changed.notify()
 
     def withdraw(self, job: Search | Load) -> Sequence[Target]:
-        """Give up a job, and return the targets of a load that storage was not handed.
+        """Give up a job, and return the targets of a load that were not passed to storage.
 
-        `take_done` tells of the others only.
+        `take_done` returns the others only.
         """
         with self._thread.changed:
             job.is_cancelled = True
-            with suppress(ValueError):  # the thread has it, or is done with it
+            with suppress(ValueError):  # the thread is working on it, or has finished it
                 self._todo.remove(job)
             return job.take_rest() if isinstance(job, Load) else ()
 
@@ -142,15 +142,15 @@ class Loader:
         return done
 
     def close(self) -> None:
-        """End the thread, once the call that it is in returns; whatever has not begun is given up."""
+        """End the thread once its call in progress returns; jobs that have not begun are given up."""
         self._thread.close()
 
     def join(self, patience_s: float) -> None:
-        """Wait for the end of the thread; if the backend keeps it, it ends with the process."""
+        """Wait for the end of the thread; one that hangs in the backend ends with the process."""
         self._thread.join(patience_s)
 
     def _serve(self) -> None:
-        prefer_latency()  # a prompt waits for it, and where every core computes it would wait for its turn
+        prefer_latency()  # a prompt waits for this thread, which would wait for its turn where every core computes
         while job := self._next():
             done = self._search(job) if isinstance(job, Search) else self._read_part(job)
             with self._thread.changed:
@@ -161,7 +161,7 @@ class Loader:
             self._on_done()
 
     def _next(self) -> Search | Load | None:
-        """Wait for something to do; return `None` when the loader is closed and all has been told."""
+        """Wait for a job and return it; `None` when the loader is closed and no job is left."""
         thread = self._thread
         with thread.changed:
             thread.changed.wait_for(lambda: thread.is_closing or bool(self._todo))
@@ -195,7 +195,7 @@ class Loader:
         if took_s < _SHORT_S:
             load.growth = min(2 * load.growth, _MAX_GROWTH)
         elif took_s > 2 * _SHORT_S:
-            load.growth = 1  # it may go on in slower storage
+            load.growth = 1  # the rest may lie in slower storage
         with self._thread.changed:
             if is_whole and load.num_begun < len(load.targets):
                 return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)

@@ -1,4 +1,4 @@
-"""The prompts that wait for storage: what is asked for them, what is loaded, and when they stop waiting."""
+"""The prompts that wait for storage: which blocks are searched and loaded for them, and when they stop waiting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WHY_LESS: dict[Status | None, LoadStop] = {
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """The blocks of a prompt that storage should load: those from `first` to `end` that are not here."""
+    """The blocks of a prompt that storage should load: from `first` to `end`, without those that are in the pool."""
 
     first: int  # blocks before it are computed meanwhile; 0: the request waits
     end: int  # 0: nothing is loaded
@@ -45,17 +45,17 @@ class _Span:
 
 @dataclass(slots=True)
 class _Wait:
-    """A request that is held until its blocks are here, or computes its front while its back is loaded."""
+    """A request that is held until its blocks are loaded, or computes its front while its back is loaded."""
 
     request_id: int
     num_keys: int
-    num_usable: int  # blocks that it could use when it came
+    num_usable: int  # blocks that it could use on arrival
     deadline_s: float  # monotonic
     asked: Search | Load
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
     span: _Span | None = None  # None: not decided
     unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
-    computes_front: bool = False  # it has begun, with the front of its prompt, while the back is loaded
+    computes_front: bool = False  # it may begin with the front of its prompt while the back is loaded
 
     @property
     def load(self) -> Load | None:
@@ -68,13 +68,13 @@ class _Expected:
 
     num_before: int
     num_after: int
-    is_back: bool = False  # they are found when the request has computed its front, after it began
+    is_back: bool = False  # the request uses them only after it has computed its front
     tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
 
     def tiers_of_hits(self, first: int, end: int) -> dict[int, str]:
         """Return the tiers of the blocks `first` to `end` that a request could not use before, by index.
 
-        A block that was not read in any group was here, or came meanwhile: it counts with its neighbours.
+        A block that was read in no group was in the pool, or came meanwhile: it counts for the tier of its neighbours.
         """
         hits: dict[int, str] = {}
         tier = next(iter(self.tiers.values()), None)
@@ -86,10 +86,10 @@ class _Expected:
 
 
 class Loads:
-    """Holds requests while storage is asked for what they lack, and has the scheduler make room for it.
+    """Holds requests while storage is asked for their missing blocks, and has the scheduler make room for these.
 
     Everything here runs in the engine's thread, between two steps. A request asks storage only once, and goes on at its
-    deadline with what has come by then, whatever storage does. While a call hangs, no request is held.
+    deadline with the blocks that have come by then, whatever storage does. While a call hangs, no request is held.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Loads:
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, _Expected] = {}  # by request
         self._reading_bytes = 0  # all bytes of loads that have not ended
-        self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than there was
+        self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than storage had
         self.failures: Counter[Status] = Counter()
         self.hit_tokens: Counter[str] = Counter()  # by tier
         self.num_loads = 0
@@ -131,17 +131,17 @@ class Loads:
 
     @property
     def is_reading(self) -> bool:
-        """Whether somebody waits, or something is being read: stores wait meanwhile. From any thread."""
+        """Whether a request waits, or blocks are being read: stores wait meanwhile. From any thread."""
         return self._reading_bytes > 0 or len(self._waits) > 0
 
     def next_deadline_s(self) -> float | None:
-        """Return when a request stops waiting at the latest, on the monotonic clock."""
+        """Return the time, on the monotonic clock, at which the next request stops waiting at the latest."""
         if not self._waits:
             return None
         return min(self._loader.hung_from_s, *(wait.deadline_s for wait in self._waits.values()))
 
     def consider(self, request_id: int) -> None:
-        """Hold a request that has just come if storage may have more of its prompt than there is here."""
+        """Hold a request that has just come if storage may have more of its prompt than the pool."""
         if self._loader.is_hung:
             return
         now_s = time.monotonic()
@@ -158,7 +158,7 @@ class Loads:
         self._loader.submit(search)
 
     def apply(self) -> None:
-        """Take over what has been found and read, and let go of requests whose time is over."""
+        """Take over results of searches and reads, and let requests go whose time is over."""
         for done in self._loader.take_done():
             if isinstance(done, Search):
                 self._found(done)
@@ -174,7 +174,7 @@ class Loads:
                 self._give_up(wait)
             elif wait.computes_front:
                 if self._is_passed(wait):
-                    self.num_late += wait.request_id in self._expected  # it came to its back before storage did
+                    self.num_late += wait.request_id in self._expected  # it reached its back before storage did
                     self._give_up(wait)
             elif wait.span is not None and wait.load is None:  # there was no room
                 self._begin(wait)
@@ -189,7 +189,7 @@ class Loads:
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
         """Note with how many cached tokens a request began.
 
-        Return the tiers of the blocks that were loaded for it, by the block's index in the prompt.
+        Return the tiers of the blocks that were loaded for it, by index in the prompt.
         """
         self.why_less.pop(request_id, None)
         tiers = self._take_hits(request_id, 0, cached_tokens // self._block_size)
@@ -212,7 +212,7 @@ class Loads:
         return tiers
 
     def close(self) -> None:
-        """Give up all that is being waited for."""
+        """Give up all searches and loads."""
         for wait in list(self._waits.values()):
             self._give_up(wait)
 
@@ -223,7 +223,7 @@ class Loads:
         return spec.prefetch_timeout_base_s + spec.prefetch_timeout_per_ki_token_s * num_tokens / 1024
 
     def _is_nobody_before(self) -> bool:
-        """Return whether a held request is the next to run: the engine has nobody else to serve first."""
+        """Return whether a held request is the next to run, because the engine has no other to serve first."""
         stats = self._scheduler.stats()
         num_held = sum(not wait.computes_front for wait in self._waits.values())
         return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
@@ -241,10 +241,10 @@ class Loads:
         self._begin(wait)
 
     def _begin(self, wait: _Wait) -> None:
-        """Load what storage has of a prompt if that is worth it and there is room, or let its request go.
+        """Load the blocks that storage has of a prompt if that is worth it and there is room, or let its request go.
 
-        Tails of windows come first: without them the rest is of no use. Then blocks come from the first on. If the
-        front is computed meanwhile, all come from the last on: the tails with the blocks beside them.
+        Tails of windows are read first, because without them the rest is of no use; then blocks from the first on. If
+        the front is computed meanwhile, all blocks are read from the last on, tails together with their neighbours.
         """
         assert wait.is_stored is not None
         if wait.span is None:
@@ -283,7 +283,7 @@ class Loads:
     def _span_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> _Span:
         """Return which blocks of a prompt storage should read.
 
-        `wait_complete` reads all there is, without asking the planner.
+        `wait_complete` reads all that storage has, without asking the planner.
         """
         length = self._scheduler.loadable(wait.request_id, is_stored, wait.num_keys)
         num_tokens = (length - wait.num_usable) * self._block_size
@@ -308,7 +308,7 @@ class Loads:
     def _first_of_back(self, wait: _Wait, length: int) -> int | None:
         """Return the first block to load if the blocks before it should be computed at the same time.
 
-        `None` if it is as good to load or to compute all. The same if others wait: loading does not hold them up.
+        `None` if it is as good to load or to compute all blocks, or if other requests wait: a load does not delay them.
         """
         if not self._scheduler.can_meet or len(self._waits) > 1 or not self._is_nobody_before():
             return None
@@ -326,16 +326,16 @@ class Loads:
         )
 
     def _compute_s(self, wait: _Wait, begin: int, end: int) -> float | None:
-        """Return the seconds to compute blocks of a request, counted from the first that it could not use when it came.
+        """Return the seconds to compute blocks of a request, counted from the first that it could not use on arrival.
 
-        `None` if nobody knows yet.
+        `None` if that is not known yet.
         """
         return self._scheduler.prefill_s(
             (wait.num_usable + begin) * self._block_size, (wait.num_usable + end) * self._block_size
         )
 
     def _is_here(self, is_resident: npt.NDArray[np.uint8], first: int, length: int) -> bool:
-        """Return whether nothing is missing from block `first` on of a prefix of `length` blocks."""
+        """Return whether the pool has all blocks that a prefix of `length` blocks needs from block `first` on."""
         cells = is_resident.reshape(-1, len(self._groups))
         return all(
             cells[length - num_needed(group, first, length) : length, g].all() for g, group in enumerate(self._groups)
@@ -376,7 +376,7 @@ class Loads:
             self._reading_bytes -= _num_bytes(targets)
 
     def _give_up(self, wait: _Wait) -> None:
-        """Wait no longer. Blocks that storage was handed stay where they are until it has let go of them."""
+        """Wait no longer. Blocks that storage may be reading stay taken until the read ends."""
         not_begun = self._loader.withdraw(wait.asked)
         if wait.unread:
             self._scheduler.forget_loading(*_arrays(list(wait.unread)))
@@ -389,7 +389,7 @@ class Loads:
 
 
 def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return groups and blocks, as the core wants them."""
+    """Return groups and blocks as arrays, for the core."""
     groups = np.array([target.wanted.group for target in targets], np.int32)
     return groups, np.array([target.block for target in targets], np.int32)
 

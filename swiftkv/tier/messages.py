@@ -12,7 +12,7 @@ from swiftkv.policies import PrefetchPolicy, WritePolicy
 from swiftkv.tier_config import StorageConfig
 
 LoadStop = Literal["late", "corrupt", "failed", "declined"]
-"""The reasons why a prompt got less from a tier than that had; declined: computing was expected to be as fast."""
+"""The reasons why a prompt got less from a tier than was there; declined: computing was expected to be as fast."""
 
 
 class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,14 +23,14 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_fd: int | None = None  # host memory, which the process inherits; for `storage.host_medium.HostMedium`
     write_policy: WritePolicy = "write_through"
     prefetch_policy: PrefetchPolicy = "timeout"
-    prefetch_threshold: int = 256  # tokens: fewer are computed
+    prefetch_threshold: int = 256  # the fewest tokens to load; fewer are computed
     prefetch_timeout_base_s: float = 1.0
     prefetch_timeout_per_ki_token_s: float = 0.25
     queue_bytes: int = 64 << 20  # host memory for blocks on their way down
 
     @property
     def close_patience_s(self) -> float:
-        """The seconds for which an engine that ends goes on writing: longer with `write_back`, which stores late."""
+        """The seconds for which an ending engine goes on writing: longer with `write_back`, which stores late."""
         return 10.0 if self.write_policy == "write_back" else 2.0
 
 
@@ -38,7 +38,7 @@ class LevelStats(msgspec.Struct, array_like=True, frozen=True):
     """One tier below the pool. Totals count from the start of the engine; blocks are of one KV group each."""
 
     tier: str  # host or storage
-    is_degraded: bool = False  # it failed or was slow too often and is left alone for a while, or a call hangs
+    is_degraded: bool = False  # calls are refused for a while after too many failures or slow ones, or a call hangs
     hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loaded_blocks_total: int = 0
     stored_blocks_total: int = 0
@@ -59,7 +59,7 @@ class LevelStats(msgspec.Struct, array_like=True, frozen=True):
 class TierStats(msgspec.Struct, array_like=True, frozen=True):
     """All tiers below the pool together. Totals count from the start of the engine. Blocks are of one KV group each."""
 
-    is_degraded: bool = False  # so is one of them
+    is_degraded: bool = False  # one of them is
     hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loads_total: int = 0  # prompts for which something was read
     loads_late_total: int = 0  # loads that were not waited for to the end
@@ -89,7 +89,7 @@ _TOTALS = [name for name in TierStats.__struct_fields__ if name.endswith("_total
 
 
 def tier_spec(storage: StorageConfig, directory: Path) -> TierSpec:
-    """Return what an engine is told of a `tiers.storage` section; relative paths in it start at `directory`."""
+    """Return the spec for a `tiers.storage` section, whose relative paths start at `directory`."""
     return TierSpec(
         backend=storage.backend,
         directory=str(directory),

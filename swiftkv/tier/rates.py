@@ -1,4 +1,4 @@
-"""The speed of storage, as measured, and the decision what is worth loading."""
+"""The measured speed of storage, and the decision which blocks are worth loading."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TRIAL_INTERVAL_S = 30.0
 _WORTH = 0.8
 """Loading and computing at once must be expected to take at most this part of the time of the faster of the two."""
 _DIVISION_COST = 0.07
-"""The most extra time, as a part, that a front may take because it is computed in two parts."""
+"""The most extra time, as a part of its own, that a front may take because it is computed in two parts."""
 
 
 def num_not_loaded(num_to_compute: int, compute_s: Callable[[int, int], float]) -> int:
     """Return how many of the blocks that are expected to be computed, from the first, should not be loaded either.
 
-    It is half of them: once these are computed, the speeds of computing and of loading are known, and the request can
-    divide the other half by them. It is all of them where computing in two parts would cost too much.
+    This is half of them: once they are computed, the speeds of computing and of loading are known, and the request can
+    divide the other half by them. It is all of them if computing in two parts would cost too much.
 
     Args:
         num_to_compute: The blocks that are expected to be computed while the rest is loaded.
@@ -51,10 +51,10 @@ class Rate:
 
 
 class LoadPlanner:
-    """Decides whether to load a prefix or to compute it, whichever is expected to be over sooner.
+    """Decides whether to load a prefix or to compute it, whichever is expected to end sooner.
 
-    What has not been measured yet is tried. A storage that was too slow is tried again now and then, or nobody would
-    notice that it has become faster.
+    Storage that has not been measured yet is tried. Storage that was too slow is tried again now and then, to notice
+    when it has become faster.
     """
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class LoadPlanner:
         self._measured_s = now_s
 
     def is_worth_loading(self, num_bytes: int, queued_bytes: int, compute_s: float | None) -> bool:
-        """Return whether loading, behind `queued_bytes` for others, is expected to take less than `compute_s`.
+        """Return whether loading, after `queued_bytes` for others, is expected to take less than `compute_s`.
 
-        `None`: it is not known yet how long computing would take.
+        `compute_s` is `None` if the time to compute is not known yet.
         """
         load_s = self._read.seconds_for(num_bytes + queued_bytes)
         return load_s is None or compute_s is None or load_s < compute_s
@@ -85,9 +85,9 @@ class LoadPlanner:
 
         Args:
             num_blocks: The blocks that are missing.
-            load_bytes: Returns the bytes to load if so many of the blocks are computed.
+            load_bytes: Returns the bytes to load if a number of the blocks, from the first, are computed.
             queued_bytes: The bytes that are loaded for others before.
-            compute_s: Returns the seconds to compute so many of the blocks, from the first.
+            compute_s: Returns the seconds to compute a number of the blocks, from the first.
 
         Returns:
             `None` if loading or computing all of them is about as fast, or one of the two was not measured.
@@ -109,7 +109,7 @@ class LoadPlanner:
         return num_computed if is_worth_it else None
 
     def begins_trial(self, now_s: float) -> bool:
-        """Return whether nothing has been read for so long that one load should find out how fast storage is now."""
+        """Return whether nothing has been read for so long that one load should measure storage again."""
         if self._measured_s is not None and now_s - self._measured_s < _TRIAL_INTERVAL_S:
             return False
         self._measured_s = now_s

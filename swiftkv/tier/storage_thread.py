@@ -1,4 +1,4 @@
-"""A thread that speaks with storage, so that the engine's thread never waits for it."""
+"""A thread that calls storage, so that the engine's thread never waits for it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StorageThread:
             raise RuntimeError(f"the thread '{self._thread.name}' has ended; its traceback is on standard error")
 
     def close(self) -> None:
-        """Have the thread end once the call that it is in returns."""
+        """Have the thread end once its call in progress returns."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()
 
     def join(self, patience_s: float) -> None:
-        """Wait for the end of the thread; if the backend keeps it, it ends with the process."""
+        """Wait for the end of the thread; one that hangs in the backend ends with the process."""
         self._thread.join(patience_s)
 
     def _run(self) -> None:

@@ -46,7 +46,7 @@ class Writer:
         may_write: Callable[[], bool],
         on_room: Callable[[], None],
     ) -> None:
-        """`may_write` says whether no load is in the way; `on_room` is called in the thread when there is room."""
+        """`may_write` returns whether no load is in the way; `on_room` is called in the thread when there is room."""
         self._levels = levels
         self._keys = keys
         self._may_write = may_write
@@ -63,17 +63,17 @@ class Writer:
 
     @property
     def memory(self) -> memoryview:
-        """The copies of blocks, all that the backend is given to write."""
+        """The memory of the queue; all blocks that the backend is given to write lie in it."""
         return self._memory.reshape(-1).data
 
     @property
     def num_free(self) -> int:
-        """The blocks that `add` has room for."""
+        """The number of blocks that `add` has room for."""
         return len(self._free)
 
     @property
     def num_taken(self) -> int:
-        """The blocks that have been added and are not written yet."""
+        """The number of blocks that were added and are not written yet."""
         return len(self._memory) - len(self._free)
 
     @property
@@ -90,7 +90,7 @@ class Writer:
             self._thread.changed.notify()
 
     def wait_for_room(self, until_s: float) -> bool:
-        """Wait until `add` has room; return false if it has none at that moment of the monotonic clock, or later."""
+        """Wait until `add` has room; return false if it has none by `until_s`, on the monotonic clock."""
         timeout_s = until_s - time.monotonic()
         with self._thread.changed:
             return timeout_s > 0 and self._thread.changed.wait_for(lambda: len(self._free) > 0, timeout_s)
@@ -99,13 +99,13 @@ class Writer:
         """Note that `may_write` may have become true. Raises `RuntimeError` if a defect ended the thread."""
         self._thread.check()
         with self._thread.changed:
-            if self._queue:  # else the thread would wake in every step for nothing
+            if self._queue:  # otherwise the thread would wake in every step for nothing
                 self._thread.changed.notify()
 
     def close(self, patience_s: float) -> None:
-        """Write what is in the queue, as far as the time suffices, and end the thread.
+        """Write the queue, as far as the time suffices, and end the thread.
 
-        One that the backend keeps ends with the process.
+        If it hangs in the backend, it ends with the process.
         """
         self._thread.close()
         self._thread.join(patience_s)

@@ -15,13 +15,13 @@ from swiftkv.lease.wire import Route
 
 @dataclass(frozen=True, slots=True)
 class LendLink:
-    """A KV group of the lender beside one of a borrower."""
+    """A KV group of the lender, paired with one of a borrower's."""
 
     number: int  # index in the lender's links
     index: int  # index in the links with this borrower
     geometry: LinkGeometry
     ledger: LenderLedger
-    share: Fraction  # the part of what its borrower gets
+    share: Fraction  # this link's part of the memory that its borrower gets
 
     @property
     def asked_for(self) -> int:
@@ -40,7 +40,7 @@ class LendLink:
 
 @dataclass(slots=True)
 class BorrowerPeer:
-    """A borrower, there or not. `process` is set from its Hello until it is gone and its leases have ended."""
+    """A borrower, running or not. `process` is set from its Hello until it is gone and its leases have ended."""
 
     spec: PeerSpec
     links: list[LendLink]
@@ -48,15 +48,15 @@ class BorrowerPeer:
     incarnation: int = 0
     route: Route = b""
     welcome: Welcome | None = None
-    refusal: str | None = None  # why the pool could not be published; it is tried again when the borrower asks again
+    refusal: str | None = None  # why the pool could not be published; the borrower's next Hello tries again
     is_attached: bool = False
-    is_ending: bool = False  # its leases end when nothing serves it any more
+    is_ending: bool = False  # its leases end once no thread serves it
     is_gone: bool = False
-    quiet_s: float = 0.0  # monotonic: before that, stores that it launched may still arrive
+    quiet_s: float = 0.0  # monotonic: until then, stores that it launched may still arrive
     servers: list[threading.Thread] = field(default_factory=list)
     heard_s: float = 0.0
     heartbeat_due_s: float = 0.0
-    is_asked: bool = False  # a heartbeat that it has not answered
+    is_asked: bool = False  # it has not answered the last heartbeat
     reported: list[int] = field(default_factory=list)
 
     @property
@@ -71,11 +71,11 @@ class BorrowerPeer:
 
 
 def borrowers_of(spec: LendingSpec) -> Iterator[BorrowerPeer]:
-    """Yield the borrowers that a lender is configured for, none of them there yet."""
+    """Yield the borrowers that a lender is configured for; none of them runs yet."""
     number = 0
     for peer in spec.borrowers:
-        # A sequence needs room in each of the borrower's KV groups, so what a lender's group gives is divided among
-        # them as the borrower divides its own pool. So is it in `planning.lending`.
+        # A sequence needs room in each of the borrower's KV groups, so the memory of a lender's group is divided among
+        # them as the borrower divides its own pool. `planning.lending` does the same.
         weights = [Fraction(link.num_extents * link.extent_bytes * link.borrower_group_bytes) for link in peer.links]
         links = []
         for index, (geometry, weight) in enumerate(zip(peer.links, weights, strict=True)):
@@ -88,7 +88,7 @@ def borrowers_of(spec: LendingSpec) -> Iterator[BorrowerPeer]:
 def link_state(
     peer: BorrowerPeer, link: LendLink, *, now_s: float, no_offer_before_s: float, with_extents: bool
 ) -> LinkState:
-    """Return what the lender knows of a link. `no_offer_before_s`: when its KV group may be offered again."""
+    """Return a link's state as the lender knows it. `no_offer_before_s`: when its KV group may be offered again."""
     ledger = link.ledger
     states, epochs = ledger.table() if with_extents else (None, None)
     is_there = peer.process is not None and not peer.is_ending

@@ -22,7 +22,7 @@ class Division:
         self._policies: list[LendPolicy] = [policy(spec.window_s) for _ in group_blocks]
 
     def observe(self, now_s: float, group: int, demand: Demand) -> None:
-        """Take note of what the lender's own requests wanted of a KV group."""
+        """Note the demand of the lender's own requests for a KV group."""
         self._policies[group].observe(now_s, demand)
 
     def links_of(self, group: int) -> list[LendLink]:
@@ -55,7 +55,7 @@ class Division:
         return max(0, self._group_blocks[group] - self._policies[group].keep_blocks(now_s))
 
     def over_budget(self, budget_bytes: int) -> dict[int, int]:
-        """Return extents to recall, by link number, so that what is lent falls to the budget.
+        """Return extents to recall, by link number, so that the lent memory falls to the budget.
 
         They come from the links that are furthest above their part.
         """
@@ -73,7 +73,7 @@ class Division:
     def short_of(self, group: int, short_blocks: int) -> dict[int, int]:
         """Return extents to recall, by link number, for requests that lack `short_blocks` of a KV group.
 
-        They come from the links that have most, and are fewer by what is on its way already.
+        They come from the links that have most; extents that are already on their way home are subtracted.
         """
         links = self.links_of(group)
         missing = short_blocks - sum(link.ledger.recalled * link.geometry.meu_w for link in links)

@@ -1,6 +1,6 @@
-"""Policies that say how many blocks of a KV group a lender keeps, judged by what its own requests needed lately.
+"""Policies that say how many blocks of a KV group a lender keeps, by the recent demand of its own requests.
 
-Pure: time is handed in, on any clock that does not run backwards.
+They read no clock: the caller passes the time, of any clock that does not run backwards.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 _BUCKETS = 16
-"""A window is remembered in so many pieces: what happened is forgotten after 1 to 1 + 1/16 windows."""
+"""The number of pieces in which a window is remembered: a value is forgotten after 1 to 1 + 1/16 windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,23 +19,23 @@ class Demand:
     total_peak: int  # the most that running and waiting requests wanted together
     longest: int  # the most that one request wanted
     total_now: int
-    shortfall: int  # wanted now, and neither free, nor cached, nor to be had by a recall
+    shortfall: int  # the part of `total_now` that fits neither the pool, less what is lent, nor the borrowed extents
 
 
 class LendPolicy(Protocol):
     def observe(self, now_s: float, demand: Demand) -> None:
-        """Take note of what was asked for up to now."""
+        """Note the demand up to now."""
 
     def keep_blocks(self, now_s: float) -> int:
-        """Return the blocks that are not to be lent; the others may be, in whole extents and within the budget."""
+        """Return the number of blocks to keep; the others may be lent, in whole extents and within the budget."""
 
 
 class TotalDemandPolicy:
-    """Keep what all requests together needed at the busiest moment of the window, and a reserve.
+    """Keep the blocks that all requests together needed at the busiest moment of the window, and a reserve.
 
-    The reserve is a part of that peak, at least `min_reserve_blocks`: the next request that is a little larger finds
-    its blocks free and needs no recall. A lender without a request in the window keeps nothing.
-    What is kept does not follow every change of the peak:
+    The reserve is a part of that peak, at least `min_reserve_blocks`, so that a slightly larger request finds its
+    blocks free and needs no recall. A lender without a request in the window keeps nothing.
+    The number of blocks kept does not follow every change of the peak:
 
     - it rises at once, to the peak and a whole reserve, when less than half a reserve would be left above the peak;
     - it falls, to the same, only when more than two reserves are above the peak, and a peak counts for a whole window.
@@ -63,8 +63,8 @@ class TotalDemandPolicy:
 
 
 class LongestRequestPolicy:
-    """Keep what the longest single request of the window needed: the paper's Algorithm 1, which does not see that
-    requests come together. No hysteresis but the window's.
+    """Keep the blocks that the longest single request of the window needed: the paper's Algorithm 1, which ignores that
+    several requests run at once. It has no hysteresis but the window's.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -78,7 +78,7 @@ class LongestRequestPolicy:
 
 
 class _WindowMaximum:
-    """The largest value of the last `window_s`, in memory and time that do not grow with how many there were.
+    """The largest value of the last `window_s`, in constant memory and time.
 
     Time is cut into buckets; the ring has one for each bucket of the window and one for the bucket that has begun.
     """

@@ -1,4 +1,4 @@
-"""The lender's side of leases: what each borrower gets, what is recalled, and what ends with a borrower.
+"""The lender's side of leases: offers, recalls, and the end of a borrower's leases.
 
 Everything here runs in the coordinator's thread. It is one file of more than 400 lines because it is one class: offers,
 recalls, budgets and the deaths of borrowers change the same tables.
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from swiftkv._lease import Int32Array
 
 _HEARTBEAT_S = 1.0
-_QUIET_S = 0.1  # time for the driver to stop what a dead process launched on a GPU; nobody has measured it
+_QUIET_S = 0.1  # time for the driver to stop what a dead process launched on a GPU; a guess, not measured
 _LONGEST_INTERVAL_S = 1.0
 _INTERVALS_PER_WINDOW = 20
 _END_POLL_S = 0.02
@@ -69,10 +69,10 @@ class _BudgetRequest:
 class Lender:
     """Owns the lender's tables and the budget.
 
-    What is lent follows a target per attached borrower: an even part of the budget, limited by what the policy says
-    the engine's own requests need. It is approached by offers whenever something changed. Extents are recalled when
-    the engine's requests are short of blocks, when the budget falls, or when a borrower comes that has its part due.
-    After a recall for demand, nothing of that KV group is offered for a window.
+    Each attached borrower has a target: an even part of the budget, limited by the blocks that the policy keeps for the
+    engine's own requests. Offers approach it whenever something has changed. Extents are recalled when the engine's
+    requests are short of blocks, when the budget falls, or when a new borrower is due its part. After a recall for
+    demand, nothing of that KV group is offered for a window.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Lender:
         serve_link: Callable[[str], threading.Thread | None],
         wake_engine: Callable[[], None],
     ) -> None:
-        """`serve_link(store_path)` publishes the pool there for one link, and returns the thread that serves it, if
-        the transport has one; it raises `TransferError` if it cannot, and is called in the coordinator's thread.
+        """`serve_link(store_path)` publishes the pool at that path for one link, and returns the thread that serves it,
+        if the transport has one. It is called in the coordinator's thread, and raises `TransferError` if it fails.
         """
         self._me = me
         self._rendezvous = Path(spec.rendezvous)
@@ -109,7 +109,7 @@ class Lender:
         self._demand_due_s = 0.0
         self._waiting: list[_BudgetRequest] = []
         self.budget_bytes = min(spec.budget_bytes, pool_bytes)
-        self.lent_total_bytes = 0  # until now, with offers that nobody took
+        self.lent_total_bytes = 0  # includes offers that were not accepted
         self.taken_back_total_bytes = 0
 
     @property
@@ -119,7 +119,7 @@ class Lender:
 
     @property
     def recalls_total(self) -> dict[str, int]:
-        """The recalls until now, by reason."""
+        """The number of recalls so far, by reason."""
         return dict(self._recalls.total)
 
     def tick(self, now_s: float, woken: bool) -> float:
@@ -188,7 +188,7 @@ class Lender:
                 peer.is_asked = False
 
     def _peer_of(self, message: Attached | Detached | Accept | Return | Heartbeat) -> BorrowerPeer | None:
-        """Return the borrower that sent a message; `None` for a stranger and for one whose leases end anyway."""
+        """Return the borrower that sent a message; `None` if it is unknown, or its leases are ending."""
         if message.receiver != self._me.incarnation:
             return None
         there = (peer for peer in self._peers.values() if peer.process and not peer.is_ending)
@@ -201,7 +201,7 @@ class Lender:
             self._wire.send(route, self._welcome(hello, [], reason))
             return
         if peer.process is not None and peer.incarnation != hello.sender:
-            return  # the process before may still write; this one asks again
+            return  # the previous process may still write; this one asks again
         if peer.process is None:
             peer.process = PeerProcess.find(hello.pid, hello.start_ticks)
             if peer.process is None:
@@ -230,7 +230,7 @@ class Lender:
         self._wire.send(route, peer.welcome)
 
     def _refuse(self, peer: BorrowerPeer, hello: Hello, reason: str) -> None:
-        """Tell a borrower why it cannot be lent to. It asks again in a while, and then gets paths of its own."""
+        """Tell a borrower why nothing can be lent to it. It asks again later, and then gets new paths."""
         if reason != peer.refusal:
             _log.warning("%s cannot be lent to: %s", peer.spec.name, reason)
         peer.refusal = reason
@@ -265,7 +265,7 @@ class Lender:
         peer.is_attached = False
 
     def _end_leases(self, peer: BorrowerPeer, now_s: float) -> None:
-        """End the leases of a borrower that has gone or let go, once no thread that serves it may still write."""
+        """End the leases of a borrower that is gone or has detached, once no thread that serves it may still write."""
         peer.servers = [server for server in peer.servers if server.is_alive()]
         if not peer.is_ending or peer.servers or now_s < peer.quiet_s:
             return
@@ -276,7 +276,7 @@ class Lender:
             self._take_home(link, link.ledger.peer_died(), now_s)
 
     def _ask_for_life(self, peer: BorrowerPeer, now_s: float) -> None:
-        """Send a heartbeat, unless the last is unanswered: nothing piles up before a borrower that is stopped."""
+        """Send a heartbeat, unless the last is unanswered, so that none pile up for a stopped borrower."""
         if peer.is_attached and now_s >= peer.heartbeat_due_s:
             peer.heartbeat_due_s = now_s + _HEARTBEAT_S
             if not peer.is_asked:
@@ -307,7 +307,7 @@ class Lender:
             num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
             self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
             return
-        if request.budget_bytes > self.budget_bytes:  # a budget is raised to be lent now
+        if request.budget_bytes > self.budget_bytes:  # whoever raises a budget wants it lent now
             self._no_offer_before_s = [0.0] * len(self._no_offer_before_s)
         self.budget_bytes = request.budget_bytes
         batch = self._recall("budget", counts, now_s)
@@ -334,7 +334,7 @@ class Lender:
         )
 
     def _answer_budget_requests(self, now_s: float) -> None:
-        """Answer each request when its own recall is home, and the last, whose budget is in force, when all are."""
+        """Answer each request when its own recall is home; the last, whose budget is in force, when all recalls are."""
         waiting = []
         for i, entry in enumerate(self._waiting):
             is_in_force = i == len(self._waiting) - 1
@@ -349,7 +349,7 @@ class Lender:
     # Offers and recalls.
 
     def _make_room_for_all(self, now_s: float) -> None:
-        """Recall from other borrowers the part of one that has come."""
+        """Recall the part of a new borrower from the others."""
         targets = self._division.lendable_targets(self.budget_bytes, now_s)
         self._recall("share", {link.number: link.asked_for - targets[link.number] for link in self._links}, now_s)
 
@@ -374,7 +374,7 @@ class Lender:
                     room_bytes -= count * geometry.extent_bytes
 
     def _offer_over(self, link: LendLink, count: int) -> int:
-        """Return how many extents there were to offer."""
+        """Offer up to `count` extents over a link; return how many there were to offer."""
         extents = self._scheduler.lend(link.number, count)
         if len(extents):
             peer = self._peer_at[link.number]
@@ -384,7 +384,7 @@ class Lender:
         return len(extents)
 
     def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> RecallBatch | None:
-        """Ask back as many extents as `counts` has by link number; return `None` if there are none."""
+        """Recall as many extents as `counts` has by link number; return `None` if that is none."""
         counts = {number: count for number, count in counts.items() if count > 0}
         if not counts:
             return None

@@ -1,4 +1,4 @@
-"""Keeps track of extents that were asked back, until the last of each batch is home."""
+"""Keeps track of recalled extents, until the last of each batch is home."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Recalls:
 
     def __init__(self, num_extents: Sequence[int]) -> None:
         """`num_extents` has an entry for each link."""
-        self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # the batch of each extent; 0: not asked back
+        self._serial_of = [np.zeros(n, np.int64) for n in num_extents]  # the batch of each extent; 0: not recalled
         self._last_serial = 0
         self._open: dict[int, RecallBatch] = {}
-        self.seconds = Histogram(RECALL_SECONDS_BOUNDS)  # from asking until the last extent of a batch is home
+        self.seconds = Histogram(RECALL_SECONDS_BOUNDS)  # from a recall until the last extent of its batch is home
         self.total: dict[str, int] = {}  # batches by reason
 
     def begin(self, reason: str, now_s: float) -> tuple[int, RecallBatch]:
-        """Begin a batch, and return its number and the batch; `add` says what is in it."""
+        """Begin a batch, and return its number and the batch; `add` adds its extents."""
         self._last_serial += 1
         self._open[self._last_serial] = RecallBatch(now_s)
         self.total[reason] = self.total.get(reason, 0) + 1
@@ -49,7 +49,7 @@ class Recalls:
         self._open[serial].num_bytes += len(extents) * extent_bytes
 
     def came_home(self, link: int, extents: Int32Array, now_s: float) -> None:
-        """Count extents that were returned, whether they were asked back or not."""
+        """Count extents that were returned, whether they were recalled or not."""
         serials, counts = np.unique(self._serial_of[link][extents], return_counts=True)
         self._serial_of[link][extents] = 0
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
