@@ -10,7 +10,7 @@ def isa() -> str:
     """Return the instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA chooses another."""
 
 def supported_isa() -> str:
-    """Return the last of these that the CPU has, which may not be the fastest."""
+    """Return the last of the sets listed at `isa` that the CPU has, which may not be the fastest."""
 
 def num_threads() -> int: ...
 def set_num_threads(n: int) -> None: ...
@@ -172,11 +172,11 @@ ASK_ALONE_NS: int
 LONGEST_WAIT_NS: int
 
 class Shares:
-    """The accounts of engines that share cores, in a table of its own and on the caller's clock: see `shares.h`."""
+    """The accounts of engines that share cores, in its own table and by the caller's clock: see `shares.h`."""
 
     def __init__(self, num_cores: int) -> None: ...
     def open(self, slot: int, threads: int, weight: float, max_share: float, is_whole: bool = False) -> None:
-        """Open the account of an engine, which computes on all of its threads at once or on none if `is_whole`.
+        """Open the account of an engine; if `is_whole`, it computes on all of its threads at once or on none.
 
         Raises `ValueError` for a share that makes no sense.
         """
@@ -184,7 +184,7 @@ class Shares:
     def end(self, slot: int) -> None: ...
     def charge(self, slot: int, core_ns: int) -> None: ...
     def ask(self, slot: int, now_ns: int) -> tuple[int, int]:
-        """Return on how many cores the engine may compute, and if on none, how many nanoseconds later it asks again."""
+        """Return on how many cores the engine may compute, and if on none, after how many nanoseconds to ask again."""
     def forgive(self, slot: int) -> int:
         """Let the engine compute for a turn, and return on how many cores."""
     def clock_ns(self, slot: int) -> float: ...

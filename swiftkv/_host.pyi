@@ -1,4 +1,4 @@
-"""Blocks in one mapping that engines share, each of which may be killed at any moment.
+"""Blocks in one mapping that engines share, any of which may be killed at any moment.
 
 A deadline is a value of `time.monotonic()`. Statuses are those of `swiftkv.storage.backend.Status`.
 """
@@ -16,10 +16,10 @@ def format_memory(memory: mmap.mmap, chunk_bytes: int) -> None:
     """
 
 def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
-    """Return the number of chunks in a memory of `num_bytes`, beside what it needs for itself."""
+    """Return the number of chunks in a memory of `num_bytes`, beside its own administration."""
 
 class HostMemory:
-    """The objects in a memory that was laid out, in this process or another; they give way least recently used first.
+    """The objects in a memory that this process or another laid out; the least recently used are evicted first.
 
     An object is a header and a block. Calls release the GIL, and may come from several threads.
     """
@@ -44,7 +44,7 @@ class HostMemory:
         """Forget objects. Raises `LockTimeout`."""
 
     def usage(self, deadline_s: float) -> tuple[int, int, int, int]:
-        """Return (whole objects, bytes of chunks in use, bytes of all chunks, how often a holder of the lock died).
+        """Return (whole objects, bytes of chunks in use, bytes of all chunks, deaths of holders of the lock).
 
         Raises `LockTimeout`.
         """

@@ -1,7 +1,7 @@
 """Ledgers of extents and their holders: the lender's table of a link and the borrower's replica of it (C++).
 
 Extents are int32, epochs uint32, arrays one-dimensional; extents and epochs that belong together have one length.
-Messages may come late, reordered and more than once: what is not of the current lease of an extent is ignored.
+Messages may come late, reordered and more than once: any that is not about an extent's current lease is ignored.
 Every operation is O(log n) for each of the n extents that it names. All raise ValueError, and change nothing, for an
 extent that the link does not have, that is named twice, or that has no epoch. An instance belongs to one thread.
 """
@@ -34,7 +34,7 @@ class LenderLedger:
 
     def on_accept(self, extents: Int32Array, epochs: UInt32Array) -> None: ...
     def recall(self, count: int) -> tuple[Int32Array, UInt32Array]:
-        """Ask back up to `count` extents. Returns them and the epochs to recall them at.
+        """Recall up to `count` extents. Returns them and the epochs to recall them at.
 
         Raises ValueError if `count` is negative.
         """
@@ -43,7 +43,7 @@ class LenderLedger:
         """Take extents home, and return those that were lent until now."""
 
     def peer_died(self) -> Int32Array:
-        """End all leases. Return the extents that came home by this; their epochs go on."""
+        """End all leases. Return the extents that this brings home; their epochs go on."""
 
     def table(self) -> tuple[UInt8Array, UInt32Array]:
         """Return [num_extents] state and epoch of every extent, as a copy."""

@@ -21,13 +21,13 @@ class CopyEngine:
         address 0 or past the end of all memory."""
 
     def set_space(self, link: int, address: int, nbytes: int) -> None:
-        """Give a link its peer's pool, after waiting until no job is left.
+        """Set the peer's pool of a link, after waiting until no job is left.
 
         Raises `ValueError` for bytes at address 0 or past the end of all memory.
         """
 
     def clear_space(self, link: int) -> None:
-        """Forget a link's pool, if it has one, after waiting until no job is left: then it may be unmapped."""
+        """Forget a link's pool, if it has one, after waiting until no job is left. The pool may then be unmapped."""
 
     def submit(
         self,

@@ -49,7 +49,7 @@ class OwnRegions:
         return pool_bytes_for_tokens(num_tokens, self.groups, self.num_windows)
 
     def sequence_blocks(self, group_blocks: Sequence[int]) -> int:
-        """Return the blocks in which whole sequences lie."""
+        """Return the number of blocks for whole sequences."""
         return sequence_blocks(group_blocks, self.groups)
 
     def borrowing_parts(self, group_blocks: Sequence[int]) -> tuple[Fraction, ...]:
@@ -133,7 +133,7 @@ class SharedExtents:
         )
 
     def split(self, group_blocks: Sequence[int], borrowed: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Return, for each group, the layer blocks that stage its borrowed blocks, and the most blocks that it can have."""
+        """Return, for each group, the layer blocks that stage borrowed blocks, and the most blocks that it can have."""
         num_extents = self._num_extents(group_blocks)
         of_windows = self._extents_of_windows(self.sequence_blocks(group_blocks, borrowed))
         staging = self._staging_extents(num_extents - of_windows, borrowed)

@@ -1,7 +1,7 @@
 """The interface of storage: blocks as bytes under keys, beyond the life of a process.
 
-Calls block, and come from threads of the tier's own, several at once. A key is 32 bytes, and names the bytes under it
-for good: every put of a key puts the same bytes. A deadline is a value of `time.monotonic()`.
+Calls block, and come from several threads of the tier at once. A key is 32 bytes, and names the bytes under it for
+good: every put of a key puts the same bytes. A deadline is a value of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Status(enum.IntEnum):
     OK = 0
     """The block was read and verified; or it was written, or was there already."""
     MISSING = 1
-    """The backend has no such block of this model; or it is full, and kept nothing. It is well."""
+    """The backend has no such block of this model, or it is full and kept nothing. This is no failure."""
     CORRUPT = 2
-    """The magic, version, key, length or checksum is not that of the block that was put. The object is dropped."""
+    """The magic, version, key, length or checksum does not match the block that was put. The object is dropped."""
     FAILED = 3
     """The backend reported an error, or refuses calls for now (`is_degraded`)."""
     LATE = 4
@@ -31,18 +31,18 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The promises of a backend beyond those that all keep."""
+    """The properties in which backends differ."""
 
     is_durable: bool  # its objects outlive this process
     is_shared: bool  # processes on other machines see them too
-    max_calls: int  # calls that run at once; more of them wait their turn, until their deadline
+    max_calls: int  # calls that run at once; any more wait for their turn until their deadline
     register: Callable[[memoryview], None] | None = None
-    """Takes memory in which blocks will lie, to move their bytes without a copy until `close`; None: always copies."""
+    """Registers memory of blocks, whose bytes are then moved without a copy until `close`; None: always copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The size of a backend, with everything that others keep there too."""
+    """The size of a backend, including objects of others."""
 
     objects: int
     num_bytes: int
@@ -54,12 +54,13 @@ Parts = tuple[memoryview, memoryview]
 
 
 class StorageBackend(Protocol):
-    """Storage for blocks. Nothing is raised for what a medium does: it is a status, key by key.
+    """Storage for blocks. Failures of a medium are statuses, key by key; nothing is raised for them.
 
     All sequences of one call have the length of `keys`. Buffers are contiguous bytes ("B"), those of `get` writable and
-    exactly as long as what was put. They belong to the call until it returns, and are never touched afterwards. A call
-    returns soon after its deadline, unless the medium itself is stuck (a dead network file system): then it returns
-    when the medium does, so a tier waits for a call by its own clock, and reuses `into` only once the call is over.
+    exactly as long as the block that was put. They belong to the call until it returns, and are never touched
+    afterwards. A call returns soon after its deadline, unless the medium itself is stuck (a dead network file system):
+    then it returns when the medium does, so a tier waits for a call by its own clock, and reuses `into` only once the
+    call is over.
     """
 
     @property
@@ -67,35 +68,35 @@ class StorageBackend(Protocol):
 
     @property
     def is_degraded(self) -> bool:
-        """Whether calls are refused for now, because the backend failed or was slow too often, or whether one hangs."""
+        """Whether calls are refused for now, because the backend failed or was slow too often, or a call hangs."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Return which keys are there; False also where that could not be found out."""
+        """Return which keys are there; False also for those of which that is not known."""
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
-        """Read blocks. Buffers of keys that are not OK hold anything."""
+        """Read blocks. Buffers of keys that are not OK have undefined contents."""
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
-        """Write blocks, least recently used ones of the backend making room."""
+        """Write blocks; the backend evicts its least recently used ones for them."""
 
     def seal(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Parts]:
-        """Return the blocks with their headers, which all backends of one model and layout have in common."""
+        """Return the blocks with their headers, which are the same for all backends of one model and layout."""
 
     def put_sealed(self, keys: Sequence[bytes], sealed: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Write blocks that such a backend has sealed, as `put` does."""
+        """Write blocks that a backend of the same model and layout has sealed, as `put` does."""
 
     def usage(self) -> Usage | None:
-        """Return the size of what is stored; None if that could not be found out."""
+        """Return the size of the backend; `None` if it is not known."""
 
     def close(self) -> None:
-        """Let go of everything, after the last call has returned. No other call may follow."""
+        """Close the backend, after the last call has returned. No other call may follow."""
 
 
 class Medium(Protocol):
     """Keeps objects under keys, unverified and unguarded; envelope and breaker stand between it and a tier.
 
     All sequences of one call have the length of `keys`. A call that fails as a whole raises `OSError`, or
-    `TimeoutError` if for want of time; a failure of one key is its status. Called from several threads.
+    `TimeoutError` if time ran out; a failure of one key is its status. Called from several threads.
     """
 
     @property
@@ -115,10 +116,10 @@ class Medium(Protocol):
         """Keep copies of the parts. A key that is there already is OK, and need not be written."""
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget objects, which are corrupt; keys that are not there are ignored."""
+        """Remove corrupt objects; keys that are not there are ignored."""
 
     def usage(self) -> Usage | None:
-        """Return the size of what is kept; None if the medium does not know."""
+        """Return the size of the medium; `None` if it is not known."""
 
     def close(self) -> None:
-        """Let go of everything, after the last call has returned. No other call may follow."""
+        """Close the medium, after the last call has returned. No other call may follow."""

@@ -1,4 +1,4 @@
-"""Calls for many objects in pieces, so that a medium looks at its deadline now and then."""
+"""Divides calls for many objects, so that a medium checks its deadline now and then."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from swiftkv.storage.backend import Parts
 
 
 def batches(objects: Sequence[Parts], full_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of runs, each of which ends with the object that makes it full.
+    """Yield begin and end of runs, each of which ends with the object that brings it to `full_bytes`.
 
-    So blocks that are as many bytes are one run with their headers, and none is left for a run of its own.
+    So blocks of `full_bytes` in all are one run despite their headers, without a run for the last block alone.
     """
     begin, num_bytes = 0, 0
     for i, parts in enumerate(objects):

@@ -1,4 +1,4 @@
-"""Keeps calls away from a medium that fails or is slow, until one that is let through succeeds."""
+"""Keeps calls away from a medium that fails or is slow, until a probe succeeds."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ WINDOW_CALLS = 50
 OPEN_S = 30.0
 _QUANTILE = 0.99
 _FAIR_S = 0.1
-"""A call that was given less time shows nothing about the speed of a medium."""
+"""The least time given to a call that says anything about the speed of a medium."""
 HUNG_S = 1.0
-"""A call that runs for so long beyond its deadline will not come back soon."""
+"""The time beyond its deadline after which a call counts as hung."""
 
 _log = logging.getLogger(__name__)
 
 
 class Breaker:
-    """Closed, calls pass. Open, none does for `OPEN_S`; then one passes, the probe, and its result closes or reopens.
+    """Lets calls pass while closed, and none for `OPEN_S` once open; then one probe passes, and closes or reopens it.
 
     It opens after `FAILURES_IN_A_ROW`, or if of the last `WINDOW_CALLS` calls the 99th percentile of (time taken ÷ time
     given) is above 1, interpolated: one call that is a little late does not open it, two do. Results of calls that
@@ -44,7 +44,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused, but for a probe."""
+        """Whether calls other than a probe are refused."""
         return self._open_until_s is not None
 
     def would_admit(self) -> bool:
@@ -53,7 +53,7 @@ class Breaker:
             return self._would_admit()
 
     def admit(self) -> int | None:
-        """Let a call pass: return the era for `record`; None if it may not."""
+        """Let a call pass, and return the era for `record`; `None` if it may not pass."""
         with self._lock:
             if not self._would_admit():
                 return None
@@ -61,7 +61,7 @@ class Breaker:
             return self._era
 
     def record(self, era: int, has_failed: bool, share: float) -> None:
-        """Note the result of a call: whether it failed, and the part it took of the time it was given."""
+        """Note the result of a call: whether it failed, and the part that it took of the time given to it."""
         with self._lock:
             if era != self._era:
                 return
@@ -74,13 +74,13 @@ class Breaker:
                 self._open()
 
     def forget(self, era: int) -> None:
-        """Take no notice of a call: if it was the probe, the next one is."""
+        """Ignore a call; if it was the probe, the next call is the probe."""
         with self._lock:
             if era == self._era:
                 self._is_probing = False
 
     def trip(self) -> None:
-        """Open, because calls do not come back."""
+        """Open the breaker, because calls do not return."""
         with self._lock:
             self._open()
 
@@ -118,8 +118,7 @@ class Breaker:
 class GuardedMedium:
     """A medium behind a breaker, with at most `max_calls` calls at once. It raises nothing.
 
-    The wait for one of these places is our own doing and does not count; that all of them are taken by calls which do
-    not come back does.
+    The wait for one of these places does not count against the medium; if calls that hang take all of them, that does.
     """
 
     def __init__(self, medium: Medium, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
@@ -139,16 +138,16 @@ class GuardedMedium:
         return self.breaker.is_open or any(self._are_hung())
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Return which keys are there; False also where that could not be found out."""
+        """Return which keys are there; False also for those of which that is not known."""
         with _Call(self, deadline_s) as call:
             if call.is_admitted:
                 return self._medium.exists(keys, deadline_s)
         return [False] * len(keys)
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
-        """Fill the parts of keys that are OK, and yield the statuses, the medium's as it tells them.
+        """Fill the parts of keys that are OK, and yield the statuses, each as soon as the medium yields it.
 
-        The call is over when all have been taken.
+        The call is over when all statuses have been taken.
         """
         statuses: list[Status] = []
         with _Call(self, deadline_s) as call:
@@ -167,13 +166,13 @@ class GuardedMedium:
         return [call.refusal] * len(keys)
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget objects, unless the medium fails: they are then found corrupt again."""
+        """Remove objects; if the medium fails, they stay, and will be found corrupt again."""
         with _Call(self, self.clock() + HUNG_S) as call:
             if call.is_admitted:
                 self._medium.drop(keys)
 
     def usage(self) -> Usage | None:
-        """Return the size of what is kept; None if that could not be found out."""
+        """Return the size of the medium; `None` if it is not known."""
         with _Call(self, self.clock() + HUNG_S) as call:
             if call.is_admitted:
                 return self._medium.usage()
@@ -186,17 +185,17 @@ class GuardedMedium:
             self.breaker.trip()
 
     def close(self) -> None:
-        """Let go of the medium."""
+        """Close the medium."""
         self._medium.close()
 
     def _are_hung(self) -> list[bool]:
-        """Return for each running call whether it should have ended long ago."""
+        """Return for each running call whether it hangs."""
         now_s = self.clock()
         return [now_s > end_s + HUNG_S for end_s in list(self.running.values())]
 
 
 class _Call:
-    """One call: takes a place, asks the breaker, and tells it how the call went."""
+    """One call: takes a place, asks the breaker, and reports the outcome to it."""
 
     def __init__(self, guard: GuardedMedium, deadline_s: float) -> None:
         self._guard = guard
@@ -214,7 +213,7 @@ class _Call:
         return self._era is not None
 
     def note(self, statuses: list[Status]) -> list[Status]:
-        """Look for failures. Some keys that are late are none: there may have been more of them than time."""
+        """Look for failures. The call is late only if all keys are: otherwise there were just too many for the time."""
         self._has_failed = Status.FAILED in statuses
         self._is_late = all(status is Status.LATE for status in statuses)
         return statuses
@@ -242,7 +241,7 @@ class _Call:
             guard.places.release()
         is_told = isinstance(error, Exception) and not isinstance(error, AssertionError)
         if is_told:
-            # A medium may be a class that others wrote; a thread of the tier must not end by what it raises.
+            # A medium may be a user's class, and its errors must not end a thread of the tier.
             _log.warning("storage: %s", error, exc_info=None if isinstance(error, OSError) else error)
             self._is_late = isinstance(error, TimeoutError)
             self._has_failed = not self._is_late

@@ -1,4 +1,4 @@
-"""Media from modules that the options name: for storage that swiftkv does not know."""
+"""Media that are classes of the user's, from modules that the options name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _METHODS = ("exists", "read", "write", "drop", "usage", "close")
 def open_dynamic(options: DynamicOptions) -> Medium:
     """Make an object of the class, whose keyword arguments are the options. Raises `ConfigError`.
 
-    A class that raises `ValueError` or `OSError` there is understood as one that cannot be used with these options.
+    If its constructor raises `ValueError` or `OSError`, the class cannot be used with these options.
     """
     medium_class = load_class(options.module_path, options.class_name)
     if lacking := [method for method in _METHODS if not callable(getattr(medium_class, method, None))]:

@@ -1,4 +1,4 @@
-"""The header of every stored object, and the backend that gives out no bytes which do not match theirs."""
+"""The header of every stored object, and the backend that returns only blocks that match their headers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from swiftkv.storage.breaker import GuardedMedium
 FINGERPRINT_BYTES = 16
 _MAGIC = b"SwKV"
 _VERSION = 1
-# Magic, version, fingerprint, key and length; then room, so that a block begins at a multiple of a cache line. In a
-# file that makes copies from the page cache a seventh faster.
+# Magic, version, fingerprint, key and length; then padding, so that a block begins at a multiple of a cache line. With
+# files this makes copies from the page cache a seventh faster.
 _NAMED = struct.Struct(f"<4sI{FINGERPRINT_BYTES}s{KEY_BYTES}sQ56x")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _NAMED.size + _CHECKSUM.size
@@ -30,7 +30,7 @@ def seal(fingerprint: bytes, key: bytes, block: memoryview) -> bytes:
 
 
 def verify(header: memoryview, fingerprint: bytes, key: bytes, block: memoryview) -> Status:
-    """Return OK, CORRUPT, or MISSING for an intact object that another fingerprint put under this key."""
+    """Return OK, CORRUPT, or MISSING for an intact object with another fingerprint under this key."""
     named = bytes(header[: _NAMED.size])
     magic, version, owner, owned_key, length = _NAMED.unpack(named)
     if (magic, version, owned_key, length) != (_MAGIC, _VERSION, key, block.nbytes):
@@ -46,9 +46,9 @@ def _checksum(named: bytes, block: memoryview) -> int:
 
 
 class SealedBackend:
-    """The one implementation of `StorageBackend`: seals what is put, verifies what is got.
+    """The one implementation of `StorageBackend`: seals blocks on `put`, and verifies them on `get`.
 
-    `fingerprint` names the weights, the KV's dtype and the layout; blocks of another one are never given out.
+    `fingerprint` names the weights, the KV's dtype and the layout; blocks with another one are never returned.
     """
 
     def __init__(self, medium: GuardedMedium, fingerprint: bytes) -> None:
@@ -104,9 +104,9 @@ class SealedBackend:
         return self._medium.write(keys, sealed, deadline_s) if keys else []
 
     def usage(self) -> Usage | None:
-        """Return the size of what is stored; None if that could not be found out."""
+        """Return the size of the medium; `None` if it is not known."""
         return self._medium.usage()
 
     def close(self) -> None:
-        """Let go of the medium."""
+        """Close the medium."""
         self._medium.close()

@@ -1,4 +1,4 @@
-"""A medium that is slow, delays, fails, flips, truncates or hangs at random, by a seed, to try a node with."""
+"""A medium that is slow, delays, fails, flips, truncates or hangs at random, by a seed, to test a node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FaultMedium:
         self._random = random.Random(options.seed)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._free_s = 0.0  # monotonic: when all that is on its way has passed, at `bandwidth`
+        self._free_s = 0.0  # monotonic: when all transfers so far have passed, at `bandwidth`
 
     @property
     def capabilities(self) -> Capabilities:
@@ -36,7 +36,7 @@ class FaultMedium:
         return self._inner.exists(keys, deadline_s)
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Read, and spoil what was read without a word."""
+        """Read, and spoil some of the objects silently."""
         self._hit_call()
         count, end_s = self._pass(into, deadline_s)
         statuses = list(self._inner.read(keys[:count], into[:count], deadline_s))
@@ -67,12 +67,12 @@ class FaultMedium:
         return self._inner.usage()
 
     def close(self) -> None:
-        """Let calls that hang go, without the inner medium, and close that."""
+        """End calls that hang, without calling the inner medium for them, and close that."""
         self._closed.set()
         self._inner.close()
 
     def _hit_call(self) -> None:
-        """Delay a call, or raise `OSError`, as the options have it for some calls at random."""
+        """Delay some calls, or raise `OSError` for them, at random as the options say."""
         options = self._options
         with self._lock:
             drawn = self._random.random()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 _FORMAT = 1
 _MAX_NAMED = 500
-"""Keys that one query names."""
+"""The most keys that one query names."""
 _MAX_TOUCHED = 4096
-"""Last uses that are kept in memory; a process that is killed forgets them."""
+"""The most last uses that are kept in memory; a process that is killed forgets them."""
 _OPENING_WAIT_S = 60.0
 _LOCK_WAIT_S = 1.0
 
@@ -37,19 +37,19 @@ _TABLES = (
 
 
 class DamagedIndexError(OSError):
-    """The table cannot be read, or is of another version: it has to be made again from the directory."""
+    """The table cannot be read, or has another version: it must be rebuilt from the directory."""
 
 
 class FileIndex:
     """Keys, sizes and last uses in SQLite, whose write lock is also the lock of the directory.
 
-    Whoever renames or removes an object does so inside `changing`, so table and directory differ only where a process
-    was killed in there, until the next process opens the directory. Last uses are written with the next change.
+    Objects are renamed and removed only inside `changing`, so table and directory differ only if a process was killed
+    in there, until the next process opens the directory. Last uses are written with the next change.
 
-    Look-ups have a connection of their own, and wait for no change: one that reaches the disk may take a second, for a
-    file system writes the new objects of others along with it.
+    Look-ups have a connection of their own, and wait for no change: a change that reaches the disk may take a second,
+    because a file system writes the new objects of others along with it.
 
-    Everything here raises `OSError` for what SQLite does not do, `TimeoutError` if another process keeps the lock.
+    All methods raise `OSError` if SQLite fails, `TimeoutError` if another process keeps the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,13 +91,13 @@ class FileIndex:
             yield changes
 
     def begin_use(self) -> None:
-        """Wait less for the lock from now on: calls have deadlines, opening has none."""
+        """Wait for the lock no longer than `_LOCK_WAIT_S` from now on: calls have deadlines, opening has none."""
         with self._write_lock, self._read_lock, _translated():
             for connection in (self._db, self._reader):
                 connection.execute(f"PRAGMA busy_timeout = {round(1000 * _LOCK_WAIT_S)}")
 
     def known(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those of the keys that the table has."""
+        """Return the keys that the table has."""
         found: set[bytes] = set()
         with self._read_lock, _translated():
             for begin in range(0, len(keys), _MAX_NAMED):
@@ -108,7 +108,7 @@ class FileIndex:
         return found
 
     def total(self) -> tuple[int, int]:
-        """Return the number of objects and of their bytes."""
+        """Return the number of objects and the sum of their bytes."""
         with self._read_lock, _translated():
             return Changes(self._reader).total()
 
@@ -124,13 +124,13 @@ class FileIndex:
                 pass
 
     def close(self) -> None:
-        """Write the last uses if that can be done, and let go of the file."""
+        """Write the last uses if possible, and close the file."""
         with contextlib.suppress(OSError), self.changing():
             pass
         self._close()
 
     def _close(self) -> None:
-        with self._write_lock, self._read_lock:  # SQLite does not survive that a call of another thread is in it
+        with self._write_lock, self._read_lock:  # closing during another thread's call would crash SQLite
             self._reader.close()
             self._db.close()
 
@@ -154,9 +154,9 @@ class Changes:
         )
 
     def fill(self, objects: Iterable[tuple[bytes, int, int]]) -> None:
-        """Enter objects, as `add` takes them, into a table that has none.
+        """Enter objects, as `add` takes them, into an empty table.
 
-        To count them and to order them by use afterwards takes a third of the time that it takes with every row.
+        Counting and ordering them once at the end takes a third of the time that doing so with every row takes.
         """
         self._db.execute("DROP TRIGGER added")
         self._db.execute("DROP INDEX by_use")
@@ -170,16 +170,16 @@ class Changes:
         self._db.executemany("DELETE FROM objects WHERE key = ?", ((key,) for key in keys))
 
     def now_ns(self) -> int:
-        """Return the time of a use: later than all in the table, even if the clock has been set back since."""
+        """Return the time of a use now: later than all in the table, even if the clock has been set back."""
         (latest_ns,) = self._db.execute("SELECT max(used_ns) FROM objects").fetchone()
         return max(time.time_ns(), (latest_ns or 0) + 1)
 
     def oldest(self, limit: int) -> list[tuple[bytes, int]]:
-        """Return the key and the bytes of the least recently used objects."""
+        """Return key and bytes of up to `limit` of the least recently used objects."""
         return self._db.execute("SELECT key, num_bytes FROM objects ORDER BY used_ns LIMIT ?", (limit,)).fetchall()
 
     def total(self) -> tuple[int, int]:
-        """Return the number of objects and of their bytes."""
+        """Return the number of objects and the sum of their bytes."""
         objects, num_bytes = self._db.execute("SELECT objects, num_bytes FROM total").fetchone()
         return objects, num_bytes
 

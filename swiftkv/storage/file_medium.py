@@ -25,19 +25,19 @@ _SHARDS = 256
 _AHEAD = 8
 """Objects that the kernel is told to fetch while the one before them is read."""
 _BATCH_BYTES = 32 << 20
-"""The most that one call writes before it is published, and that is kept of evicted objects to be overwritten."""
+"""The most bytes that a call writes before publishing them, and the most in evicted files kept to be overwritten."""
 _VICTIMS = 64
 
 
 class FileMedium:
-    """Objects in `objects/XX/KEY`, written in `new/` and renamed; the index says what is there.
+    """Objects in `objects/XX/KEY`, written in `new/` and renamed; the index lists them.
 
     A kill or a power cut leaves whole objects, leftovers in `new/` that the next process removes, or, after a power
     cut without fsync, objects whose bytes the envelope finds to be wrong.
     """
 
     def __init__(self, options: FileOptions) -> None:
-        """Open the directory, or make it. Raises `ConfigError` where it cannot be used."""
+        """Open the directory, or make it. Raises `ConfigError` if it cannot be used."""
         self._options = options
         self._objects = str(options.directory / "objects")
         self._batch_bytes = min(_BATCH_BYTES, max(1, options.size // 8))
@@ -68,7 +68,7 @@ class FileMedium:
         return [key in known for key in keys]
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
-        """Read objects one after the other, the kernel fetching a few ahead."""
+        """Read objects one after the other, while the kernel fetches the next few."""
         statuses: list[Status] = []
         with contextlib.closing(self._open_ahead(keys)) as opened:
             for parts, (fd, status) in zip(into, opened, strict=True):
@@ -80,7 +80,7 @@ class FileMedium:
         yield from itertools.repeat(Status.LATE, len(keys) - len(statuses))
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Write what is not there yet, a bounded number of bytes at a time."""
+        """Write the objects that are not there yet, a bounded number of bytes at a time."""
         statuses = [Status.LATE] * len(keys)
         known = self._index.known(keys)
         self._note_uses(known)
@@ -106,7 +106,7 @@ class FileMedium:
         return Usage(objects, num_bytes, self._options.size)
 
     def close(self) -> None:
-        """Write the last uses, and remove what was not published."""
+        """Write the last uses, and remove unpublished files."""
         self._kept.close()
 
     def _path(self, key: bytes) -> str:
@@ -114,7 +114,7 @@ class FileMedium:
         return f"{self._objects}/{name[:2]}/{name}"
 
     def _open_ahead(self, keys: Sequence[bytes]) -> Generator[tuple[int, Status], None, None]:
-        """Open the objects in order, and have the kernel fetch the next few. Descriptors are closed here."""
+        """Open the objects in order, have the kernel fetch the next few, and close each after it was used."""
         opened: deque[tuple[int, Status]] = deque()
         try:
             for i in range(len(keys) + _AHEAD):
@@ -143,17 +143,17 @@ class FileMedium:
         self._note_uses(key for key, status in zip(keys, statuses, strict=True) if status is Status.OK)
         missing = [key for key, status in zip(keys, statuses, strict=True) if status is Status.MISSING]
         with contextlib.suppress(OSError):
-            if missing and self._index.known(missing):  # somebody removed the files
+            if missing and self._index.known(missing):  # the files were removed from outside
                 with self._index.changing() as changes:
                     changes.remove(key for key in missing if not os.path.exists(self._path(key)))
 
     def _note_uses(self, keys: Iterable[bytes]) -> None:
-        """Note what was used. A full disk may keep us from that, and does no harm to a block that was read."""
+        """Note uses. A full disk may prevent that, which does no harm to a block that was read."""
         with contextlib.suppress(OSError):
             self._index.touch(keys)
 
     def _batches(self, chosen: Sequence[int], sources: Sequence[Parts]) -> Iterator[list[int]]:
-        """Yield the chosen places in runs of at most `_batch_bytes`, or of one object."""
+        """Yield the `chosen` indices in runs of at most `_batch_bytes`, or of one object."""
         batch: list[int] = []
         num_bytes = 0
         for i in chosen:
@@ -191,7 +191,7 @@ class FileMedium:
         return statuses
 
     def _publish(self, objects: Sequence[tuple[bytes, str, int]]) -> None:
-        """Give new files (key, path, bytes) their names, after making room for them within the bound."""
+        """Give new files (key, path, bytes) their names, after evicting others to stay within the bound."""
         try:
             with self._index.changing() as changes:
                 now_ns = changes.now_ns()
@@ -211,7 +211,7 @@ class FileMedium:
                 _fsync_directory(directory)
 
     def _free_disk(self, num_bytes: int) -> bool:
-        """Remove objects until the disk has `min_free` beside so many bytes, and return whether it has."""
+        """Remove objects until the disk has `min_free` and `num_bytes` free, and return whether it has."""
         if self._lacking_bytes(num_bytes) <= 0:
             return True
         self._files.free_spares()
@@ -231,9 +231,9 @@ class FileMedium:
     def _evict(
         self, changes: Changes, excess_bytes: int, take: Callable[[str, int], None] = lambda path, _: os.unlink(path)
     ) -> None:
-        """Evict the least recently used objects until so many bytes are gone, or all.
+        """Evict the least recently used objects until `excess_bytes` or all of them are gone.
 
-        `take` does something about each file: path and bytes. They are removed by default.
+        `take` is called with the path and bytes of each file; by default it removes the file.
         """
         while excess_bytes > 0 and (oldest := changes.oldest(_VICTIMS)):
             victims = []
@@ -252,12 +252,12 @@ class FileMedium:
         changes.remove(keys)
 
     def _reconcile(self) -> None:
-        """Make the index say what is in the directory, whatever was killed, and keep within the bound."""
+        """Make the index match the directory, after any kill, and evict down to the bound."""
         found = set(self._list_objects())
         with self._index.changing() as changes:
             gone, added = [], []
             known = changes.keys()
-            for key in known ^ found:  # also what others changed while we listed
+            for key in known ^ found:  # includes changes that others made during the listing
                 try:
                     status = os.stat(self._path(key))
                 except FileNotFoundError:
@@ -300,7 +300,7 @@ def _told_as_mistakes(directory: Path) -> Iterator[None]:
 
 
 def _make_directory(directory: Path) -> None:
-    """Make the directory if need be. Raises `ConfigError` if others can read it, or if it is not ours alone."""
+    """Make the directory if need be. Raises `ConfigError` if others can use it, or if it has other files."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -319,7 +319,7 @@ def _hold(path: Path) -> int:
 
 
 def _open_index(path: Path, is_alone: bool) -> FileIndex:
-    """Open the index; make a new one if it is damaged and nobody else uses it."""
+    """Open the index; make a new one if it is damaged and no other process uses it."""
     try:
         return FileIndex(path)
     except DamagedIndexError:

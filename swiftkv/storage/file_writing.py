@@ -1,4 +1,4 @@
-"""Files that are being written: new ones, or those of evicted objects, whose blocks and pages are there already."""
+"""Files that are being written: new ones, or those of evicted objects, whose disk blocks and pages exist already."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ _PAGE_BYTES = 4096
 
 
 def disk_bytes(num_bytes: int) -> int:
-    """Return the size of a file that holds so many bytes: whole pages, which are overwritten without being read."""
+    """Return the size of a file that holds `num_bytes`: whole pages, which are overwritten without being read."""
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class UnpublishedFiles:
     """A directory of this process alone, in which objects are written before they get their names.
 
-    Files of evicted objects come here to be overwritten, so that a full cache makes no files and takes no more memory
-    for them. What a process leaves that is killed, the next one removes.
+    Files of evicted objects come here to be overwritten, so that a full cache makes no new files and takes no more
+    memory for them. If a process is killed, the next one removes its files.
     """
 
     def __init__(self, parent: Path, max_spare_bytes: int, *, is_synced: bool) -> None:
         """Make the directory in `parent`, and remove those of dead processes. Raises `OSError`.
 
-        At most `max_spare_bytes` of evicted objects are kept, or one. With `is_synced` each file reaches the disk at
-        once.
+        At most `max_spare_bytes` of evicted files are kept, or one. With `is_synced` each file is synced to the disk.
         """
         parent.mkdir(mode=0o700, exist_ok=True)
         for left in parent.iterdir():
             remove_if_unlocked(left)
         self.is_alone = not any(parent.iterdir())
-        """Whether no other process used the cache at that moment."""
+        """Whether no other process used the cache when this was made."""
         self._directory = parent / secrets.token_hex(8)
         self._directory.mkdir(mode=0o700)
         self._lock = hold_lock(self._directory)
@@ -57,7 +56,7 @@ class UnpublishedFiles:
         self._changing_spares = threading.Lock()
 
     def write(self, parts: Parts) -> str:
-        """Write an object into a file, and return its path. Raises `OSError`, and leaves nothing then."""
+        """Write an object to a file, and return its path. Raises `OSError`, and then leaves no file."""
         num_bytes = sum(map(len, parts))
         file_bytes = disk_bytes(num_bytes)
         path, fd = self._open(file_bytes)
@@ -88,13 +87,13 @@ class UnpublishedFiles:
         self.discard(excess)
 
     def free_spares(self) -> None:
-        """Give the room of evicted objects back to the disk."""
+        """Remove the files of evicted objects, to free their disk space."""
         with self._changing_spares:
             spares = [self._take_spare(0)[0] for _ in range(len(self._spares))]
         self.discard(spares)
 
     def discard(self, paths: Iterable[str]) -> None:
-        """Remove files, those that are there."""
+        """Remove files; missing ones are ignored."""
         for path in paths:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -105,7 +104,7 @@ class UnpublishedFiles:
         os.close(self._lock)
 
     def _open(self, num_bytes: int) -> tuple[str, int]:
-        """Open a spare file of this size, or else make one, in the place of another spare if there is any."""
+        """Open a spare file of this size; if there is none, make a file, and remove another spare if there is any."""
         with self._changing_spares:
             index = next((i for i, (_, spare_bytes) in enumerate(self._spares) if spare_bytes == num_bytes), 0)
             spare = self._take_spare(index) if self._spares else None
@@ -128,18 +127,18 @@ class UnpublishedFiles:
 
 
 def _open_unused(path: str) -> int | None:
-    """Open a file for writing unless somebody still reads it, or has linked it elsewhere.
+    """Open a file for writing, or return `None` if it is still being read or is linked elsewhere.
 
-    The kernel grants a lease only on a file that nobody else has open. Nobody can open it by its old name any more.
+    The kernel grants a lease only on a file that is not open elsewhere, and its old name no longer leads to it.
     """
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # it is ignored; what breaks a lease otherwise ends the process
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored; the default signal of a lease break ends the process
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         if os.fstat(fd).st_nlink == 1:
             return fd
-    except OSError:  # it is read, or this file system has no leases
+    except OSError:  # it is being read, or this file system has no leases
         pass
     os.close(fd)
     return None

@@ -19,13 +19,13 @@ _MAX_CHUNK_BYTES = 64 << 10
 _CACHE_LINE_BYTES = 64
 _MAX_CALLS = 8
 _READ_BYTES = 256 << 10
-"""Blocks are verified as soon as so many bytes of them were copied: they lie in the processor's cache then."""
+"""The bytes that are copied before their blocks are verified, while they lie in the processor's cache."""
 _LOCK_WAIT_S = 1.0
-"""The lock is held for microseconds; a wait this long is for a process that was stopped while it held the lock."""
+"""The longest wait for the lock, which is held for microseconds unless its holder was stopped."""
 
 
 def chunk_bytes_for(block_bytes: Iterable[int]) -> int:
-    """Return the size of the chunks that blocks of these sizes lie in: the smallest fills its chunks."""
+    """Return the size of chunks for blocks of these sizes: the smallest block fills its chunks."""
     smallest = HEADER_BYTES + min(block_bytes)
     exact = ceil_div(smallest, ceil_div(smallest, _MAX_CHUNK_BYTES))
     return ceil_div(exact, _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
@@ -40,8 +40,8 @@ def host_tokens(num_bytes: int, chunk_bytes: int, block_bytes: Sequence[int], bl
 def make_host_memory(num_bytes: int, chunk_bytes: int) -> int:
     """Make memory for `HostMedium`; return the descriptor, which engines inherit.
 
-    It has no name, so the kernel frees it when the last process that has it ends, and none of it is taken before it is
-    written. Raises `OSError`, or `ValueError` if not one block fits.
+    It has no name, so the kernel frees it when the last process that has it ends; pages are allocated when they are
+    first written. Raises `OSError`, or `ValueError` if not even one chunk fits.
     """
     fd = os.memfd_create("swiftkv-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -58,14 +58,14 @@ def make_host_memory(num_bytes: int, chunk_bytes: int) -> int:
 class HostMedium:
     """Objects in one mapping, which are found, entered and evicted under a lock, and copied without it.
 
-    A process that dies with the lock leaves it to the next, which makes the links anew. An object that was evicted
-    while it was read is missing. See `cpp_ext/host/host_memory.h`.
+    If a process dies with the lock, the next one that takes it rebuilds the links. An object that is evicted while it
+    is read is reported as missing. See `cpp_ext/host/host_memory.h`.
     """
 
     def __init__(self, fd: int) -> None:
         """Map the memory behind `fd`, from `make_host_memory`. Raises `OSError`."""
         mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
-        with contextlib.suppress(OSError):  # a kernel that was built without them
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory = HostMemory(mapping)
 
@@ -83,7 +83,7 @@ class HostMedium:
             yield from map(Status, self._memory.read(keys[begin:end], into[begin:end], deadline_s))
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Copy in what is not there; the least recently used objects give way."""
+        """Copy in the objects that are not there; the least recently used others give way."""
         return [Status(status) for status in self._memory.write(keys, sources, deadline_s)]
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -91,12 +91,12 @@ class HostMedium:
         self._memory.drop(keys, _soon_s())
 
     def usage(self) -> Usage:
-        """Return the size of what all engines keep there, in whole chunks."""
+        """Return the size of the objects of all engines, in whole chunks."""
         num_objects, num_bytes, bound_bytes, _ = self._memory.usage(_soon_s())
         return Usage(num_objects, num_bytes, bound_bytes)
 
     def close(self) -> None:
-        """Do nothing: the mapping goes with this object, for a call may still be in it."""
+        """Do nothing: the mapping ends with this object, because a call may still use it."""
 
 
 def _soon_s() -> float:

@@ -1,4 +1,4 @@
-"""Several backends below one pool, the nearest first: a block that one has is not read from those below it."""
+"""Several backends below one pool, the nearest first: a block is read from the first that has it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from swiftkv.storage.backend import Status, StorageBackend
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One backend, the name of its tier in metrics, and the outcome for the blocks that it was given or asked for.
+    """One backend, the name of its tier in metrics, and the outcomes of its reads and writes, by block.
 
-    A block that is missing counts with the last level only.
+    A missing block is counted for the last level only.
     """
 
     tier: str
@@ -25,8 +25,8 @@ class Level:
 class Levels:
     """Backends of one model and layout below each other. One thread may read while another writes.
 
-    A block is written to every level, and read from the first that has it; what came from further down is copied into
-    those above, so that it is found there the next time.
+    A block is written to every level, and read from the first that has it. Then it is copied to the levels above, so
+    that it is found there the next time.
     """
 
     def __init__(self, levels: Sequence[Level]) -> None:
@@ -35,12 +35,12 @@ class Levels:
 
     @property
     def is_degraded(self) -> bool:
-        """Whether no level takes calls for now."""
+        """Whether all levels refuse calls for now."""
         return len(self.degraded_tiers) == len(self.levels)
 
     @property
     def degraded_tiers(self) -> list[str]:
-        """The tiers that are left alone for now."""
+        """The tiers that refuse calls for now."""
         return [level.tier for level in self.levels if level.backend.is_degraded]
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
@@ -58,7 +58,7 @@ class Levels:
     ) -> tuple[list[Status], list[str]]:
         """Read each block from the first level that has it intact.
 
-        Returns the statuses, where the last level says why there is none, and the tiers that blocks came from.
+        Returns the statuses (for a block that was not read, that of the last level), and the tiers of the blocks.
         """
         statuses = [Status.MISSING] * len(keys)
         tiers = [""] * len(keys)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
 _BATCH_BYTES = 8 << 20
-"""A transfer that has so much carries no more: a call looks at its deadline in between, and no lease ends meanwhile."""
+"""The size at which a transfer is full: a call checks its deadline between two, and no lease ends during one."""
 _DIRECT_BYTES = 128 << 10
-"""A smaller block is copied together with its header: two transfers would take longer."""
+"""Smaller blocks are copied together with their headers: two transfers would take longer."""
 _MAX_NAMED = 1024
 _SLAB_BYTES = 64 << 10
 _LOCAL_BUFFER_BYTES = 16 << 20
-"""The least that Mooncake takes; it reads objects into it that lie on a disk."""
+"""The least that Mooncake accepts; it reads objects from disks into this buffer."""
 _CLOSE_PATIENCE_S = 2.0
 
 _INVALID_PARAMS, _TRANSFER_FAIL = -600, -800
@@ -47,11 +47,11 @@ _log = logging.getLogger(__name__)
 
 
 class MooncakeMedium:
-    """Each object is one of Mooncake's: the header, and the block behind it.
+    """Each object, a header followed by its block, is one object of Mooncake's.
 
-    Large blocks go straight between the store and memory that was registered; all else is copied through a slab. The
-    store gives a lease to what is looked up or read, so an object that was found stays for some seconds. One that is
-    corrupt is removed in spite of its lease: whoever else reads it sees by the checksum that it has gone.
+    Large blocks go straight between the store and registered memory; all else is copied through a slab. The store
+    leases objects that are looked up or read, so an object that was found stays for some seconds. A corrupt one is
+    removed in spite of its lease: other readers notice by the checksum.
     """
 
     def __init__(self, options: MooncakeOptions) -> None:
@@ -100,7 +100,7 @@ class MooncakeMedium:
         return statuses + [Status.LATE] * (len(keys) - len(statuses))
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Write in transfers of bounded size. For objects that are there already nothing is transferred."""
+        """Write in transfers of bounded size. Objects that are there already are not transferred."""
         statuses: list[Status] = []
         with self._call() as slab:
             for begin, end in batches(sources, _BATCH_BYTES):
@@ -126,7 +126,7 @@ class MooncakeMedium:
         return None
 
     def close(self) -> None:
-        """Leave the store, which gives up the memory that it was given.
+        """Leave the store, which then loses the memory that this process gave it.
 
         If a call does not return soon, the store's client goes on until the process ends.
         """
@@ -149,7 +149,7 @@ class MooncakeMedium:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[_Slab]:
-        """Lend a slab for one call, without which the medium is not closed."""
+        """Lend a slab for one call; `close` waits until all slabs are back."""
         slab = self._slabs.get()
         try:
             if self._has_lost_master:
@@ -164,7 +164,7 @@ class MooncakeMedium:
 
     @contextlib.contextmanager
     def _alone(self, names: Sequence[str], deadline_s: float) -> Iterator[bool]:
-        """Wait until no other call writes these names: the store says of such an object that it is there already.
+        """Wait until no other call writes these names: of an object being written, the store says that it exists.
 
         Yields False if the deadline came first.
         """
@@ -206,7 +206,7 @@ class MooncakeMedium:
         return statuses
 
     def _status_of_read(self, name: str, num_bytes: int, result: int) -> Status:
-        """Return CORRUPT for an object of another length; the store does not say that this is what it refused."""
+        """Return the status of a read; CORRUPT for an object of another length, which the store does not tell apart."""
         if result in (_INVALID_PARAMS, _TRANSFER_FAIL):
             found_bytes = self._store.get_size(name)
             return Status.CORRUPT if found_bytes >= 0 and found_bytes != num_bytes else Status.FAILED
@@ -219,7 +219,7 @@ class MooncakeMedium:
         return Status.LATE if result in _TOO_LATE else Status.FAILED
 
     def _places(self, objects: Sequence[Parts], slab: _Slab) -> list[_Place]:
-        """Return where Mooncake finds the parts of objects: where they are, or in the slab."""
+        """Return where Mooncake finds the parts of objects: in place, or in the slab."""
         found = [[(part, self._registered_address(part)) for part in parts if len(part)] for parts in objects]
         room = slab.room(sum(len(part) for parts in found for part, address in parts if address is None))
         begin, end = _address(room) if len(room) else 0, 0
@@ -237,7 +237,7 @@ class MooncakeMedium:
         return places
 
     def _registered_address(self, part: memoryview) -> int | None:
-        """Return where a part lies if it is large enough for a transfer of its own, and in registered memory."""
+        """Return the address of a part that is in registered memory and large enough for a transfer of its own."""
         if len(part) < _DIRECT_BYTES:
             return None
         address = _address(part)
@@ -266,14 +266,14 @@ class MooncakeMedium:
 
 @dataclass(slots=True)
 class _Place:
-    """The parts of one object, as Mooncake is told of them."""
+    """The parts of one object, as addresses and sizes for Mooncake."""
 
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    staged: list[tuple[memoryview, memoryview]] = field(default_factory=list)  # parts that lie elsewhere, and copies
+    staged: list[tuple[memoryview, memoryview]] = field(default_factory=list)  # parts that are copied, and their copies
 
     def add(self, address: int, num_bytes: int) -> None:
-        """Add bytes; those that follow what was added before are one transfer with it."""
+        """Add bytes; if they directly follow the last ones, both are one transfer."""
         if self.addresses and self.addresses[-1] + self.sizes[-1] == address:
             self.sizes[-1] += num_bytes
             return
@@ -290,14 +290,14 @@ class _Place:
 
 
 class _Slab:
-    """Registered memory of one call: for headers, small blocks, and blocks in memory that nobody registered."""
+    """Registered memory of one call: for headers, small blocks, and blocks in memory that is not registered."""
 
     def __init__(self, store: MooncakeDistributedStore) -> None:
         self._store = store
         self._memory = self._registered(_SLAB_BYTES)
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return that much; what was returned before must not be used any more. Raises `OSError`."""
+        """Return `num_bytes` of memory; any returned before must not be used any more. Raises `OSError`."""
         if len(self._memory) < num_bytes:
             self._store.unregister_buffer(_address(self._memory))
             self._memory = self._registered(num_bytes)
@@ -312,7 +312,7 @@ class _Slab:
 
 def _join(options: MooncakeOptions) -> MooncakeDistributedStore:
     """Return a client that has joined the store. Raises `ConfigError`."""
-    # The client reads these when it is made, and there is no other way to tell it.
+    # The client reads these when it is made, and offers no other way to set them.
     timeout_ms = str(round(1000 * options.timeout))
     os.environ |= {"MC_RPC_TIMEOUT_MS": timeout_ms, "MC_RPC_CONNECT_TIMEOUT_MS": timeout_ms}
     os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
@@ -344,7 +344,7 @@ def _join(options: MooncakeOptions) -> MooncakeDistributedStore:
 
 
 def _check_master(options: MooncakeOptions) -> None:
-    """Raise `ConfigError` at once where nobody listens; the client would try for minutes."""
+    """Raise `ConfigError` at once if no master listens; the client would try for minutes."""
     try:
         _reach_master(options)
     except OSError as error:
@@ -355,7 +355,7 @@ def _check_master(options: MooncakeOptions) -> None:
 
 
 def _reach_master(options: MooncakeOptions) -> None:
-    """Raise `OSError` where nobody listens. Of elected masters only the client knows which one to ask: none is."""
+    """Raise `OSError` if no master listens. Elected masters are not checked: only the client knows which one to ask."""
     if "://" not in options.master_server_address:
         host, _, port = options.master_server_address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), options.timeout).close()

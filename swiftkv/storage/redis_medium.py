@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OLDEST = (6, 2)  # GETEX
 _BATCH_BYTES = 8 << 20
-"""The most that one pipeline carries, so that a call looks at its deadline now and then."""
+"""The size at which a pipeline is full, so that a call checks its deadline now and then."""
 _MAX_NAMED = 1024
 _EVICTING = "allkeys-lru, allkeys-lfu, volatile-lru or volatile-lfu"
 
@@ -31,7 +31,7 @@ class RedisMedium:
     """
 
     def __init__(self, options: RedisOptions) -> None:
-        """Connect, and look at the server's bound. Raises `ConfigError`."""
+        """Connect, and check the server's version and memory bound. Raises `ConfigError`."""
         self._options = options
         self._prefix = options.prefix.encode()
         self._ttl_ms = round(options.ttl * 1000)
@@ -72,7 +72,7 @@ class RedisMedium:
             yield from map(_fill, into[begin:end], replies)
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Write what is not there, in pipelines of bounded size."""
+        """Write the objects that are not there, in pipelines of bounded size."""
         statuses: list[Status] = []
         for begin, end in batches(sources, _BATCH_BYTES):
             if time.monotonic() > deadline_s:
@@ -104,7 +104,7 @@ class RedisMedium:
         return self._prefix + key
 
     def _renewed(self, named: Sequence[bytes]) -> Sequence[bool]:
-        """Return which names are there, with a new time to live. Mostly none is, and one command says so."""
+        """Renew the time to live of the names that are there, and return which are. Mostly one command finds none."""
         [num_known] = self._send([("EXISTS", *named)])
         if num_known == 0:
             return [False] * len(named)
@@ -125,7 +125,7 @@ class _Packer:
 
     def pack(self, *command: Any) -> list[bytes | memoryview]:
         name, *arguments = command
-        words = name.encode().split() if isinstance(name, str) else [name]  # the client has some of two words
+        words = name.encode().split() if isinstance(name, str) else [name]  # some of the client's have two words
         pieces: list[bytes | memoryview] = [b"*%d\r\n" % (len(words) + len(arguments))]
         for argument in [*words, *arguments]:
             parts = argument if isinstance(argument, tuple) else (_as_bytes(argument),)
@@ -134,7 +134,7 @@ class _Packer:
 
 
 def _value(parts: Parts) -> tuple[bytes, memoryview]:
-    """Return an object as `_Packer` takes it: the client joins bytes, and sends what is a view alone."""
+    """Return an object as `_Packer` takes it: the client joins `bytes`, and sends a view by itself."""
     header, block = parts
     return bytes(header), block
 
@@ -151,7 +151,7 @@ def _connect(options: RedisOptions) -> Redis:
         from redis.retry import Retry
     except ImportError:
         raise ConfigError("backend: redis needs the package redis; install swiftkv[redis]") from None
-    # A server that was started again has closed our connections, which shows at the next call on each of them.
+    # A restarted server has closed our connections; each of them notices that only at its next call.
     retry = Retry(NoBackoff(), 1, supported_errors=(LostConnection,))
     try:
         return Redis.from_url(
@@ -168,7 +168,7 @@ def _connect(options: RedisOptions) -> Redis:
 
 
 def _check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
-    """Raise `ConfigError` for a server that is too old, or that would grow without end or refuse what is new."""
+    """Raise `ConfigError` for a server that is too old, has no memory bound, or refuses new objects when full."""
     version = str(server["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ConfigError(f"url: this Redis is {version}; blocks need 6.2 or later")
@@ -211,7 +211,7 @@ def _fill(parts: Parts, reply: object) -> Status:
 
 
 def _status_of_write(reply: object) -> Status:
-    """Return MISSING where the server is full of what it may not evict."""
+    """Return the status of a write; MISSING if the server is full of keys that it may not evict."""
     if not isinstance(reply, Exception):
         return Status.OK
     return Status.MISSING if type(reply).__name__ == "OutOfMemoryError" else Status.FAILED

@@ -20,7 +20,7 @@ from swiftkv.storage_options import (
 
 
 def open_backend(options: StorageOptions, fingerprint: bytes) -> StorageBackend:
-    """Open a medium, and put breaker and envelope before it.
+    """Open a medium, and put a breaker and an envelope before it.
 
     `fingerprint` is 16 bytes that name the weights, the KV's dtype, block size and layout.
 

@@ -18,7 +18,7 @@ from swiftkv.storage.dynamic import load_class
 from swiftkv.storage_options import SglangOptions
 
 _MAX_DROPPED = 65_536
-"""Corrupt keys that are remembered, the oldest forgotten first."""
+"""The most corrupt keys that are remembered; the oldest are forgotten first."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class SglangMedium:
         return Capabilities(is_durable=True, is_shared=self._options.is_shared, max_calls=1)
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Return which keys are stored, asking key by key: SGLang's batch call stops at the first that is not."""
+        """Return which keys are stored, asking for each: SGLang's batch call stops at the first that is missing."""
         found = []
         for key in keys:
             if time.monotonic() > deadline_s:
@@ -109,7 +109,7 @@ class SglangMedium:
         return statuses
 
     def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
-        """Write one tensor a key. A backend that says no is full, as far as one can tell."""
+        """Write one tensor a key. A backend that refuses one is taken to be full."""
         statuses = [Status.LATE] * len(keys)
         for i, (key, parts) in enumerate(zip(keys, sources, strict=True)):
             if time.monotonic() > deadline_s:
@@ -159,9 +159,9 @@ class SglangMedium:
 
 
 def _make_backend(options: SglangOptions) -> HiCacheStorage:
-    """Make the backend as SGLang makes a dynamic one: with its configuration, and with what is called kwargs there.
+    """Make the backend as SGLang makes a dynamic one: with its configuration, and the argument that SGLang calls kwargs.
 
-    SGLang's own classes take other second arguments, all with defaults, which they keep.
+    SGLang's own classes have another second argument, always with a default, which they keep.
     """
     backend_class = load_class(options.module_path, options.class_name)
     arguments: list[object] = [StorageConfig(options.model_name, dict(options.extra_config))]

@@ -38,7 +38,7 @@ class ObjectKeys:
     """Names the blocks of an engine by weights, data type, layout and KV group, beside the tokens and the salt."""
 
     def __init__(self, groups: Sequence[KVGroup], weights: str, kernels: str) -> None:
-        """`weights` is their fingerprint; `kernels` names the kernels that write KV, because others round differently."""
+        """`weights` is their fingerprint; `kernels` names those that write KV, because others may round differently."""
         common = [LAYOUT_VERSION, weights, kernels]
         self._domains = [blake3(msgspec.json.encode([*common, asdict(group)])) for group in groups]
         self.fingerprint = blake3(b"".join(self._domains))[:16]
