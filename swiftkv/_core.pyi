@@ -17,9 +17,9 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 NO_BLOCK: Final[int]
-"""The block-table entry where there is no block, as the sliding window leaves them behind; kernels never follow it."""
+"""The block-table entry for a missing block, such as one that a sliding window has left; kernels never follow it."""
 PRIORITIES_PER_CLASS: Final[int]
-"""The distance between the priorities of one class and the next; class 1 has those around 0."""
+"""The distance between the priorities of one class and the next; those around 0 belong to class 1."""
 
 def blake3(data: bytes) -> bytes:
     """Return the BLAKE3 hash of `data`: 32 bytes."""
@@ -34,8 +34,8 @@ def block_keys(namespace: bytes, token_ids: Int32Array, block_size: int) -> byte
 class GroupSpec:
     """One KV group: its layers, its blocks, and its sliding window in tokens (0: full attention).
 
-    `layer_block_bytes` and `base_offset_bytes` (of the group's first block in the pool) are for the offsets of copies.
-    With `blocks_per_extent` all groups have their blocks in extents of one pool, each of one group at a time:
+    `layer_block_bytes` and `base_offset_bytes` (of the group's first block in the pool) give the offsets of copies.
+    With `blocks_per_extent` all groups have their blocks in extents of one pool, each owned by one group at a time:
     `num_blocks` is then the most that the group can have.
     """
 
@@ -56,9 +56,9 @@ class GroupSpec:
 class Link:
     """The extents that one KV group may lend to one of another engine, or borrow from it.
 
-    Groups that share extents lend whole ones of these, in the name of the first group. `blocks_per_extent` counts this
-    engine's blocks. Of a borrower, `extent_bytes` and `base_offset_bytes` say where extents lie in the lender's pool,
-    and `place` how far down that is.
+    Groups that share extents lend whole ones of these, as blocks of the first group. `blocks_per_extent` counts this
+    engine's blocks. Only a borrower uses `extent_bytes` and `base_offset_bytes`, which say where extents lie in the
+    lender's pool, and `place`, the tier of that pool.
     """
 
     group: Final[int]
@@ -80,8 +80,8 @@ class Link:
 class GroupStats:
     """Blocks of one KV group by state; free + used + cached + lent + in_flight + staging + loading + elsewhere = total.
 
-    Those `elsewhere` are in extents of other groups, or of none. `staging` blocks are the layer-stream cache, which has
-    `staging_layer_blocks` to stage in; `borrowed_*` lie in extents of others.
+    Blocks `elsewhere` are in extents of other groups, or of none. `staging` blocks are the layer-stream cache, which
+    has room for `staging_layer_blocks`; `borrowed_*` blocks lie in extents of others.
     """
 
     free: Final[int]
@@ -104,7 +104,7 @@ class GroupStats:
 class GroupDemand:
     """The blocks that requests want of one KV group. Peaks are since `take_demand` was last called.
 
-    Of groups that share extents, the first one's is the demand for all, and the others have none.
+    Where groups share extents, the demand of the first one is that of all, and the others have none.
     """
 
     total_peak: Final[int]
@@ -119,11 +119,11 @@ class SchedulerStats:
     num_waiting: Final[int]
     num_preemptions_total: Final[int]
     num_displaced_total: Final[list[int]]
-    """Preemptions for the sake of a request of a higher class, by the class of who had to leave, the highest first"""
+    """Preemptions for a request of a higher class, by the class of the preempted request, the highest first"""
     prefill_tokens_per_s: Final[float | None]
-    """The expected speed of prompts beside the requests that run; None before that can be known"""
+    """The expected speed of prompts beside the requests that run; None before it is known"""
     prefix_matches_total: Final[int]
-    """How often a prompt was looked up in the prefix cache: while nothing changes, one that must wait is not again"""
+    """The number of look-ups of prompts in the prefix cache; a waiting prompt is looked up again only after a change"""
     prefix_query_tokens_total: Final[int]
     prefix_hit_tokens_total: Final[int]
     borrowed_hit_tokens_total: Final[int]
@@ -135,10 +135,10 @@ class SchedulerStats:
     groups: Final[list[GroupStats]]
 
 class QueuedPrompt:
-    """A prompt without a token.
+    """A prompt whose request has no token yet.
 
-    The engine has all but `num_left` of its tokens in its cache, and of these, `num_coming` will be there once others
-    have begun that wait. The rest are to be computed.
+    The engine has all but `num_left` of its tokens in its cache. Of these, `num_coming` will be cached once other
+    waiting requests have begun; the rest must be computed.
     """
 
     num_tokens: Final[float]
@@ -162,31 +162,31 @@ class PromptPace:
     """The speed at which prompts are computed beside the answers that go on."""
 
     overhead_s: Final[float]
-    """Time of a step beside its work on prompts"""
+    """The time of a step beside its work on prompts"""
     step_s: Final[float]
     """The time of a full step"""
 
     def __init__(self, *, token_s: float, pair_s: float, overhead_s: float, spare_s: float, budget: float) -> None:
-        """Let a step have `spare_s` for prompts, and `budget` of their tokens."""
+        """Give prompts `spare_s` of each step, and at most `budget` tokens."""
 
     def work_s(self, prompt: QueuedPrompt) -> float:
         """Return the seconds that a prompt takes, without the overhead of its steps."""
 
     def steps(self, prompt: QueuedPrompt, work_s: float) -> float:
-        """Return how many steps a prompt fills whose work takes `work_s`, parts of steps included."""
+        """Return how many steps, as a fraction, a prompt fills whose work takes `work_s`."""
 
     def computing_s(self, prompt: QueuedPrompt) -> float:
-        """Return how long a prompt takes that nothing interrupts."""
+        """Return the seconds that an uninterrupted prompt takes."""
 
 class WorkAhead:
-    """The work ahead of a prompt that arrives and behind it, in steps, and in seconds beside their overhead."""
+    """The work ahead of an arriving prompt and behind it, in steps, and in seconds beside their overhead."""
 
     steps: Final[float]
     work_s: Final[float]
     steps_behind: Final[float]
     work_behind_s: Final[float]
     num_waiting: Final[float]
-    """Those ahead that have not begun; of other flows only their share"""
+    """The prompts ahead that have not begun; those of other flows count only up to their share"""
     tokens_waiting: Final[float]
     num_begun: Final[int]
     """Prompts in progress that need not give way"""
@@ -199,10 +199,10 @@ class PromptQueue:
         """Note that a prompt has come. Raises ValueError if it is there already."""
 
     def begin(self, request_id: int, num_left: float) -> None:
-        """Note that the engine has begun with a prompt, and how much of it is left; ignore one that is gone."""
+        """Note that the engine has begun a prompt, and how many tokens are left; ignore one that is gone."""
 
     def expect(self, request_id: int, num_left: float, num_coming: float) -> None:
-        """Note how much is left of a prompt that waits; ignore one that has begun or is gone."""
+        """Note how many tokens are left of a waiting prompt; ignore one that has begun or is gone."""
 
     def remove(self, request_id: int) -> None:
         """Forget a prompt; ignore one that is gone."""
@@ -211,21 +211,21 @@ class PromptQueue:
     def advance(self, now_s: float, pace: PromptPace | None) -> None:
         """Credit the time since the last call to the prompts that the engine computes, one after the other.
 
-        Who goes first gets what is left of its own, and the next one the rest. Without a pace nobody gets any.
+        The first prompt gets the time that it still needs, and the next one the rest. Without a pace no prompt gets any.
         """
 
     is_empty: Final[bool]
     has_begun: Final[bool]
-    """Whether the engine has begun with any"""
+    """Whether the engine has begun any of the prompts"""
 
     def ahead_of(self, prompt: QueuedPrompt, pace: PromptPace) -> WorkAhead:
-        """Return what is ahead of a prompt that arrives now."""
+        """Return the work ahead of a prompt that arrives now."""
 
     def overtaking_part(self, prompt: QueuedPrompt, pace: PromptPace, wait_s: float) -> float:
-        """Return the part of a wait of `wait_s` that later prompts will take, if as many come as of late."""
+        """Return the part of a wait of `wait_s` that later prompts will take, if they keep coming at the recent rate."""
 
     def end_of_class(self, priority: int) -> float:
-        """Return the priority from which on running requests give way to a prompt: those of lower classes do."""
+        """Return the priority from which on running requests, being of lower classes, give way to a prompt."""
 
 class ForecastErrors:
     """The errors of the latest 512 forecasts of the time to the first token.
@@ -238,32 +238,32 @@ class ForecastErrors:
         """`part` of similar requests have their first token within the allowance."""
 
     def note(self, num_left: int, forecast_s: float, actual_s: float) -> None:
-        """Note when a first token came, of a prompt with so many tokens left to compute."""
+        """Note the time to the first token of a prompt that had `num_left` tokens left to compute."""
 
     def allowance(self, num_left: int, forecast_s: float) -> float:
-        """Return the factor on the forecast within which `part` of similar requests had a token; 1 if they are few."""
+        """Return the factor on the forecast within which `part` of similar requests had a token; 1 if there are few."""
 
 class StepWork:
     """The sizes of a step that its time depends on."""
 
     num_tokens: Final[float]
     prompt_pairs: Final[float]
-    """Pairs of a token that is computed and one that it looks back on, in rows of several tokens"""
+    """The pairs of a computed token and one that it attends to, in rows of several tokens"""
     decode_context: Final[float]
-    """Tokens that rows of one token look back on"""
+    """The tokens that rows of one token attend to"""
     num_rows: Final[float]
     num_copies: float
     """Blocks that are copied to or from a lower place"""
 
     def __init__(self) -> None: ...
     def add_row(self, begin: int, num_tokens: int) -> None:
-        """Add a row of `num_tokens` tokens behind the first `begin` of its sequence."""
+        """Add a row of `num_tokens` tokens after the first `begin` of its sequence."""
 
 class StepTime:
     """Predicts the time of a step from its work: a sum of six terms, fitted to measured steps.
 
-    The fit is one of least squares of relative errors, in which no coefficient is below 0. Steps with prompts and
-    steps of decodes alone count alike, and the latest 100 of each count most.
+    The fit is by least squares of relative errors, with no coefficient below 0. Steps with prompts and steps of decodes
+    alone count alike, and the latest 100 of each count most.
     """
 
     def __init__(self, coefficients: list[float] = ...) -> None:
@@ -271,19 +271,19 @@ class StepTime:
 
     @staticmethod
     def remembered(coefficients: list[float]) -> StepTime:
-        """Return a predictor that was fitted elsewhere, and goes on from there.
+        """Return a predictor that goes on from coefficients fitted elsewhere.
 
-        It counts like a hundred steps of either kind. Raises ValueError unless every step takes some time by them.
+        They count like a hundred steps of either kind. Raises ValueError unless every step takes some time by them.
         """
 
     def observe(self, work: StepWork, duration_s: float) -> None:
         """Note how long a step took. One that took no time is ignored."""
 
     def predict(self, work: StepWork) -> float:
-        """Return seconds; 0 before any step was observed."""
+        """Return the predicted seconds; 0 before any step was observed."""
 
     def longest_chunk(self, work: StepWork, begin: int, limit_s: float) -> int:
-        """Return how many tokens of a prompt, behind its first `begin`, a step with `work` can have in `limit_s`."""
+        """Return how many tokens of a prompt, after its first `begin`, a step with `work` can take within `limit_s`."""
 
     @property
     def is_known(self) -> bool:
@@ -296,17 +296,17 @@ class StepTime:
         """Seconds per token, pair, token of context, row and copied block, and of every step"""
     @property
     def usual_coefficients(self) -> list[float]:
-        """The same, fitted to the latest 2,000 steps of each kind: for what lasts longer, and meets other work."""
+        """The same, fitted to the latest 2,000 steps of each kind: for longer times and other work"""
 
 class StepPlan:
     """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.
 
-    Where blocks are borrowed, or groups share extents, a plan may have no token at all and only copies.
+    If blocks are borrowed, or groups share extents, a plan may have no token at all and only copies.
     """
 
     @property
     def token_ids(self) -> Int32Array:
-        """[T] or ~slot: the token that the step before samples for that row slot"""
+        """[T] a token id, or ~slot: the token that the previous step samples for that slot"""
     @property
     def has_unknown_tokens(self) -> bool: ...
     @property
@@ -314,7 +314,7 @@ class StepPlan:
         """[T]"""
     @property
     def query_starts(self) -> Int32Array:
-        """[S+1] rows of T that belong to each sequence"""
+        """[S+1] bounds of the rows of T that belong to each sequence"""
     @property
     def context_lens(self) -> Int32Array:
         """[S] tokens with KV after this step, cached and new"""
@@ -323,7 +323,7 @@ class StepPlan:
         """[S]"""
     @property
     def row_slots(self) -> Int32Array:
-        """[S] small index, the request's own as long as it runs; a request that was preempted may get another"""
+        """[S] the slot of each request as long as it runs; after a preemption a request may get another"""
     @property
     def block_tables(self) -> list[Int32Array]:
         """Per group [sum of blocks]: layer-block index of layer 0 of each block, or NO_BLOCK.
@@ -335,30 +335,30 @@ class StepPlan:
         """[buffer][group]: the block tables of layers l with l % max(1, num_stream_buffers) == buffer"""
     @property
     def num_stream_buffers(self) -> int:
-        """0: no borrowed block is staged in this step; else 1 or 2"""
+        """1 or 2; 0: no borrowed block is staged in this step"""
     @property
     def has_copies(self) -> bool: ...
     def copies(self, group: int, kind: Literal["spill", "load", "store"], buffer: int = 0) -> Int64Array:
         """Return [R, 5] runs of one group: link, peer_offset_bytes, local_offset_bytes, count, staged.
 
-        A run copies `count` layer blocks of layer 0. The peer's lie one block apart, layer l at l layer blocks further.
-        So do local ones, unless they are staged: then side by side, at the same address for every layer.
-        Spills go to peers before anything of the layer is written here, loads come before the layer's KV is written or
-        read, stores go to peers once it is written. Raises IndexError for a group or a buffer that the step does not
-        have, ValueError for another kind.
+        A run copies `count` layer blocks of layer 0. The peer's lie one block apart, those of layer l further on by l
+        layer blocks. So do local ones, unless they are staged: then they lie side by side, at the same address for every
+        layer. Spills go to peers before any of the layer's KV is written here, loads come before it is written or read,
+        stores go to peers once it is written. Raises IndexError for a group or a buffer that the step does not have,
+        ValueError for another kind.
         """
     @property
     def table_starts(self) -> list[Int32Array]:
         """Per group [S+1]"""
     @property
     def local_moves(self) -> Int32Array:
-        """[M, 3] group, block, new place: whole blocks to copy within the pool before anything else, one by one"""
+        """[M, 3] group, block, new place: whole blocks to copy within the pool before anything else, in order"""
     @property
     def logits_rows(self) -> Int32Array:
-        """[R] rows of T whose successor is to be sampled: the last known one of a sequence, and each of its draft"""
+        """[R] rows of T whose successor is sampled: the last known token of a sequence, and each of its draft"""
     @property
     def logits_seqs(self) -> Int32Array:
-        """[R] the sequence, of S, that each belongs to"""
+        """[R] the sequence, of S, that each row belongs to"""
     @property
     def work(self) -> StepWork:
         """The sizes that the step's time depends on"""
@@ -366,28 +366,28 @@ class StepPlan:
     def num_prompt_tokens_in_step(self) -> int: ...
     @property
     def new_request_ids(self) -> UInt64Array:
-        """[A] admitted for the first time"""
+        """[A] requests that are admitted for the first time"""
     @property
     def new_cached_tokens(self) -> Int32Array:
         """[A] how many of their prompt tokens were found in the prefix cache"""
     @property
     def new_borrowed_starts(self) -> Int32Array:
-        """[A+1] rows of `new_borrowed_blocks` that belong to each"""
+        """[A+1] bounds of the rows of `new_borrowed_blocks` that belong to each"""
     @property
     def new_borrowed_blocks(self) -> Int32Array:
-        """Numbers of a prompt's blocks, from 0 and rising, that were found in borrowed memory"""
+        """The numbers, rising from 0 on, of a prompt's blocks that were found in borrowed memory"""
     @property
     def new_arrivals_s(self) -> Float64Array:
-        """[A] when they arrived, by the clock of `schedule`"""
+        """[A] their times of arrival, by the clock of `schedule`"""
     @property
     def met_request_ids(self) -> UInt64Array:
         """[M] requests that have computed the front of their prompt and skip its back, which storage has loaded"""
     @property
     def met_blocks(self) -> Int32Array:
-        """[M, 2] the first of the blocks that each one skips, and the one behind them"""
+        """[M, 2] the begin and end of the blocks that each one skips"""
     @property
     def preempted_request_ids(self) -> UInt64Array:
-        """[P] sent back to wait; they will be computed anew, what was sampled is kept"""
+        """[P] requests that wait again; they will be computed anew, but keep their sampled tokens"""
 
 class StepResult:
     """R rows, one per row of the plan's logits_rows, and S sequences, those of the plan, both in the plan's order."""
@@ -402,19 +402,18 @@ class StepResult:
     def finish_reasons(self) -> UInt8Array:
         """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
         4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, the request ends,
-        6 rejected: ignore the token, it was sampled behind a wrong guess, or behind the one that ended its request
+        6 rejected: ignore the token, it was sampled after a wrong guess, or after the one that ended its request
         """
     @property
     def counts(self) -> UInt8Array:
-        """[S] 1, or 0 where nothing that the step computed for the sequence is kept (aborted, dropped or broken)"""
+        """[S] 1, or 0 if nothing that the step computed for the sequence is kept (aborted, dropped or broken)"""
 
 class Scheduler:
     """Continuous batching over a block pool per KV group and a prefix index; blocks are lent to others and borrowed.
 
     Thread-safe; one thread steps, while others may add and abort requests, and lend, borrow and recall extents.
-    Methods that take a link or extents raise ValueError, with nothing changed, for a link or an extent that is not
-    there, an extent that is named twice, and one in another state than the call is for. A broken invariant ends the
-    process.
+    Methods that take a link or extents raise ValueError, with nothing changed, for a link or an extent that does not
+    exist, an extent that is named twice, and an extent in the wrong state. A broken invariant ends the process.
     """
 
     def __init__(
@@ -436,14 +435,14 @@ class Scheduler:
         max_long_partial_prefills: int = 1,
         scheduling_policy: SchedulingPolicy = "priority",
     ) -> None:
-        """With `target_tpot_s`, prompts get what time decodes leave of a step, by what steps have taken so far, but at
-        least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
+        """With `target_tpot_s`, prompts get the time that decodes leave of a step, as predicted from earlier steps, but
+        at least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
         have more left are long. At most `max_num_partial_prefills` prompts are computed in part at once, and at most
         `max_long_partial_prefills` long ones.
 
-        `scheduling_policy` orders those that wait: `fcfs` by arrival; the others by priority first, and then
-        `priority` by arrival, `spf` by the tokens they have left to compute, `hrrn` by the time they have waited in
-        relation to these, `deadline` by the earliest deadline.
+        `scheduling_policy` orders waiting requests: `fcfs` by arrival; the others by priority first, and then
+        `priority` by arrival, `spf` by the tokens left to compute, `hrrn` by the waiting time in relation to these
+        tokens, `deadline` by the earliest deadline.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""
@@ -466,114 +465,114 @@ class Scheduler:
         """Queue a request; `scheduling_policy` says which one goes first.
 
         `namespace` separates caches: model, adapter and salt. With `skip_prefix_match` every position is computed.
-        `arrival_s` is the time of arrival, by the clock of `schedule`; `deadline_s` that at which the first token is
-        due, if any. Flows, numbered from 0 to 1023, share what is computed by their weights; a weight other than before
-        counts from now on.
+        `arrival_s` is the time of arrival, by the clock of `schedule`; `deadline_s` the time at which the first token
+        is due, if any. Flows, numbered from 0 to 1023, share the engine by their weights; a new weight counts from now
+        on.
         Raises ValueError if the id is known, or the prompt is empty, not shorter than `max_model_len`, or has a token
-        id below 0, and for a flow or a weight (0.01 to 100) that cannot be.
+        id below 0, or the flow or the weight (0.01 to 100) is out of range.
         """
 
     def abort(self, request_ids: UInt64Array) -> None:
         """Forget requests at once, at any time; unknown ids are ignored."""
 
     def set_draft(self, request_id: int, token_ids: Int32Array) -> None:
-        """Guess the tokens that follow those of a request, in place of any guess before.
+        """Set the draft of a request, guesses at its next tokens, in place of any earlier draft.
 
-        The next step that decodes the request computes as many of them as nobody else wants room for, and samples
-        behind each: so it yields the token that would come without a draft, and another one for each guess that is
-        right. A draft is forgotten when its request gets a token: one that comes while a step in progress samples for
-        its request is in vain. One for an unknown id is ignored.
+        The next step that decodes the request computes as many of them as there is room for after all others, and
+        samples after each: so it yields the token that would come without a draft, and one more for each right guess.
+        A draft is forgotten when its request gets a token, so a draft that is set while a step in progress samples for
+        the request is lost. A draft for an unknown id is ignored.
 
-        Raises ValueError for a token id below 0; that none exceeds the vocabulary is the caller's business.
+        Raises ValueError for a token id below 0; the caller checks that none exceeds the vocabulary.
         """
 
     def has_work(self) -> bool: ...
     def schedule(self, now_s: float = 0.0) -> StepPlan | None:
-        """Return the next step; None if nothing can run, or nothing before a step in progress is committed.
+        """Return the next step; None if nothing can run, or not before a step in progress is committed.
 
         Raises RuntimeError while two steps are in progress.
         """
 
     def commit(self, sampled: Int32Array, duration_s: float = 0.0) -> StepResult:
-        """Make the oldest plan's step history: its KV is written, `sampled` has a token per row of its logits_rows,
-        or a number below 0 where there is none: that request ends, and the step's KV of it is not kept. `duration_s`
-        says how long the step took, 0 that nobody knows.
+        """End the oldest step in progress, whose KV is written. `sampled` has a token for each of its logits_rows, or a
+        number below 0 if there is none: then the request ends, and the step's KV for it is not kept. `duration_s` is
+        the step's duration; 0: unknown.
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """
 
     def abandon(self) -> None:
-        """Give up the only step in progress, in place of `commit`: its copies failed.
+        """Give up the only step in progress, instead of `commit`, because its copies failed.
 
-        What it computed does not count, and requests start over.
+        Its results do not count, and its requests start over.
         """
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
-        """Return the requests that have waited too long for room that they would not have even if they ran alone."""
+        """Return the requests that have waited `max_wait_s` for memory that they would not get even if they ran alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
-        """Take up to that many extents out of the pool; cached blocks in them are forgotten, used ones stay.
+        """Take up to `max_extents` out of the pool; only free and cached blocks are given up, used ones stay.
 
         Raises ValueError if `max_extents` is negative.
         """
 
     def take_back(self, link: int, extents: Int32Array) -> None:
-        """Put extents that came home back into the pool: their blocks are free."""
+        """Put extents that came home back into the pool as free blocks."""
 
     def take_demand(self) -> list[GroupDemand]:
         """Return the demand of each KV group; its peaks start anew."""
 
     def is_short(self) -> bool:
-        """Return whether requests want more than there is while something is lent."""
+        """Return whether requests want more blocks of some group than there are, while some of its blocks are lent."""
 
     def borrow(self, link: int, extents: Int32Array) -> None:
         """Let blocks lie in these extents from now on."""
 
     def recall(self, link: int, extents: Int32Array) -> None:
-        """Put nothing new into these extents; what is there moves or is forgotten in the next step."""
+        """Put nothing new into these extents; blocks in them move or are forgotten in the next step."""
 
     def take_returned(self, link: int) -> Int32Array:
-        """Return recalled extents that nothing uses any more; each is returned once."""
+        """Return recalled extents that are drained, each once."""
 
     def lose(self, link: int) -> None:
-        """Forget a lender that is gone, and all its extents. Requests that needed them are computed again."""
+        """Forget all extents of a lender that is gone. Requests that needed them are computed again."""
 
     def begin_loading(self, key: bytes) -> Int32Array:
         """Take a free local block of each KV group for a block key whose bytes are on their way.
 
         Requests that would find the key wait for it. Empty if the key is known, some group has no free block, or a
-        running request waits for the room of what is loading.
+        running request waits for the room of loading blocks.
         """
 
     def end_loading(self, blocks: Int32Array, is_loaded: bool) -> None:
         """Note that the bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def set_write_policy(self, write_policy: WritePolicy | Literal["never"]) -> None:
-        """Offer blocks to storage from now on: all that are committed, those that another request has found, or those
-        that are evicted next.
+        """Offer blocks to storage from now on: all committed blocks, those that another request has found, or those that
+        are evicted next.
 
-        Sliding-window groups offer the tails of boundaries that are kept, and nothing else. With `write_through` all
-        that is here already is offered, too, what was used last first; `never` takes every offer back. `write_back`
-        offers nothing before `take_offers` asks: then it offers blocks in the order of eviction, as many as must be
-        stored for a quarter of each group's blocks to be free or stored.
+        Sliding-window groups offer only the tails of kept boundaries. With `write_through` all present blocks are
+        offered, too, the last used first; `never` takes every offer back. `write_back` offers nothing before
+        `take_offers` asks: then it offers blocks in the order of eviction, as many as must be stored for a quarter of
+        each group's blocks to be free or stored.
         """
 
     def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:
-        """Return up to that many blocks that storage should have: keys (32 bytes each), groups, links and offsets.
+        """Return up to `max_blocks` blocks that storage should have: keys (32 bytes each), groups, links and offsets.
 
-        An offset says where a block's bytes lie: in the pool of the link's lender, or in our own where the link is -1.
-        They stay there until `end_copying`, which must come before the next `schedule`. None while a step in progress
-        copies blocks. What is nowhere any more counts as dropped.
+        An offset says where a block's bytes lie: in the pool of the link's lender, or in our own if the link is -1.
+        They stay there until `end_copying`, which must come before the next `schedule`. No block is returned while a
+        step in progress copies blocks. Offered blocks that have left all pools count as dropped.
         """
 
     def end_copying(self) -> None:
-        """Note that the bytes of what `take_offers` named have been copied; extents come and go again."""
+        """Note that the blocks from `take_offers` have been copied; extents come and go again."""
 
     def offer_prefix(self, keys: bytes) -> None:
-        """Offer to storage what is here of a prefix, whatever the write policy waits for. Keys have 32 bytes each."""
+        """Offer the present blocks of a prefix to storage, whatever the write policy. Keys have 32 bytes each."""
 
     def num_offers(self) -> int:
-        """Return how many blocks wait to be taken."""
+        """Return how many blocks are on offer."""
 
     def num_dropped_offers(self) -> int: ...
     def hold(self, request_id: int) -> None:
@@ -581,63 +580,63 @@ class Scheduler:
 
     def let_go(self, request_id: int) -> None: ...
     def look_up(self, request_id: int) -> tuple[bytes, UInt8Array, int]:
-        """Return the keys of the K blocks that a waiting request could find, which of them are here ([K * groups]), and
-        how many of them it could use now.
+        """Return the keys of the K blocks that a waiting request could find, which of them are in the pools
+        ([K * groups]), and how many of them it could use now.
         """
 
     def prefill_s(self, begin: int, end: int) -> float | None:
-        """Return the seconds that computing tokens `begin` to `end` of a prompt is expected to take, in its chunks.
+        """Return the seconds that computing tokens `begin` to `end` of a prompt, in chunks, is expected to take.
 
-        It is computed beside the decodes that run now; `None` before enough steps were measured.
+        The decodes that run now are taken into account; `None` before enough steps were measured.
         """
 
     def evicted_age_s(self, key: bytes) -> float | None:
-        """Return the seconds since a block was evicted; `None` if it was not, or longer ago than is remembered."""
+        """Return the seconds since a block was evicted; `None` if it was not, or the eviction is forgotten."""
 
     def loadable(self, request_id: int, is_stored: UInt8Array, max_blocks: int) -> int:
-        """Return how many blocks a waiting request could use with those in storage, `is_stored` ([K * groups]), beside
-        those here; at most `max_blocks`, and what the local pool can hold. Raises ValueError if there are not so many
-        keys and groups.
+        """Return how many blocks a waiting request could use with those in storage, `is_stored` ([K * groups]), and
+        those in the pools; at most `max_blocks`, and as many as the local pool can hold. Raises ValueError if
+        `is_stored` has the wrong length.
         """
 
     def begin_load(
         self, request_id: int, num_blocks: int, first: int = 0
     ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
-        """Take blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here.
+        """Take room for the missing ones of a waiting request's blocks `first` to `num_blocks`.
 
-        Other cached blocks are forgotten for them. Room is left for those before `first`, which are computed.
-        Return for each the index of its key, its group, its number, and the offset of its bytes in the pool; nothing if
-        there is no room, or nothing to load, or while a running request waits for the room of what is loading, or a
-        step in progress copies blocks. Requests that would find these blocks wait for them.
+        Other cached blocks are evicted for them. Room is left for the blocks before `first`, which are computed.
+        Return for each the index of its key, its group, its number, and the offset of its bytes in the pool. Return
+        none if there is no room or nothing to load, while a running request waits for the room of loading blocks, and
+        while a step in progress copies blocks. Requests that would find these blocks wait for them.
         """
 
     @property
     def can_meet(self) -> bool:
         """Whether the front of a prompt can be computed while storage loads its back.
 
-        It cannot where a prompt is computed as a whole, nor without full attention: of a window only a tail is loaded.
+        It cannot if prompts are computed whole, nor without full attention: only the tail of a window is loaded.
         """
     def meet(self, request_id: int, num_blocks: int) -> None:
-        """Let a waiting request begin while storage loads its back: the blocks before `num_blocks`, the last one first.
+        """Let a waiting request begin while storage loads its back: the last blocks before `num_blocks`, in reverse.
 
         The request computes its front, and skips the rest of the back as soon as all of that has been loaded. Raises
         ValueError if the request has fewer keys. Unknown ids are ignored.
         """
 
     def num_planned_blocks(self, request_id: int) -> int:
-        """Return how many of a request's blocks are computed, by steps in progress too; 0 if it is not known."""
+        """Return how many of a request's blocks are computed, including steps in progress; 0 for an unknown request."""
 
     def forget_loading(self, groups: Int32Array, blocks: Int32Array) -> None:
-        """Let nobody wait for blocks that are loading, whose bytes may still be on their way.
+        """Let no request wait for these loading blocks, whose bytes may still be on their way.
 
-        Raises ValueError, with nothing changed, unless they are; so does `end_load`.
+        Raises ValueError, with nothing changed, unless all are loading; so does `end_load`.
         """
 
     def end_load(self, groups: Int32Array, blocks: Int32Array, is_loaded: bool) -> None:
         """Note that the bytes of these blocks have come, or never will."""
 
     def enable_kv_events(self, max_events: int) -> None:
-        """Keep up to so many of the events of the prefix index from now on. One more, and they give way to "cleared".
+        """Keep up to `max_events` events of the prefix index from now on. One more replaces all of them with "cleared".
 
         Raises ValueError unless the number is positive.
         """
@@ -651,33 +650,33 @@ class Scheduler:
         """
 
     def resident_blocks(self) -> tuple[bytes, Int32Array, UInt8Array]:
-        """Return all blocks that the prefix index knows and whose bytes are there: keys, groups and places.
+        """Return all blocks that the prefix index knows and whose bytes are present: keys, groups and places.
 
-        All events of the scheduler's life add up to them. Keys have 32 bytes each.
+        All events since the scheduler began add up to them. Keys have 32 bytes each.
         """
 
     def pin(self, pin_id: int, keys: bytes, max_share: float) -> tuple[int, float, bool]:
-        """Keep the longest prefix of `keys` that can be used and lies in the local pool, until `unpin`.
+        """Keep the longest usable prefix of `keys` that lies in the local pool, until `unpin`.
 
-        Return its length in blocks, the share of the pool that all pins take with it, and whether it is kept: it is
-        not if there is none, or if that share is beyond `max_share`. A pin gives way to a request that could run if it
-        were alone, and otherwise cannot. Keys have 32 bytes each.
+        Return its length in blocks, the share of the pool that all pins then take, and whether it is kept: it is not if
+        the length is 0 or the share exceeds `max_share`. A pin gives way to a request that could otherwise not run even
+        alone. Keys have 32 bytes each.
 
         Raises ValueError if the pin is already known.
         """
 
     def unpin(self, pin_id: int) -> bool:
-        """Let go of a pin, and return whether there was one."""
+        """End a pin, and return whether there was one."""
 
     def take_lost_pins(self) -> UInt64Array:
-        """Return the pins that were given up since the last call: for a request, or because their bytes were lost."""
+        """Return the pins that were given up for a request, or lost their bytes, since the last call."""
 
     def stats(self) -> SchedulerStats: ...
     def step_time(self) -> StepTime:
-        """Return a copy of what predicts steps, as fitted to the durations that `commit` was told."""
+        """Return a copy of the step-time predictor, fitted to the durations passed to `commit`."""
 
     def remember_step_time(self, coefficients: list[float]) -> None:
-        """Predict steps as another scheduler did. Raises ValueError as `StepTime.remembered` does."""
+        """Predict steps by another scheduler's coefficients. Raises ValueError as `StepTime.remembered` does."""
 
     def check_invariants(self) -> None:
         """Raise RuntimeError, naming the invariant that does not hold. Slow: for tests."""

@@ -159,7 +159,7 @@ class SglangMedium:
 
 
 def _make_backend(options: SglangOptions) -> HiCacheStorage:
-    """Make the backend as SGLang makes a dynamic one: with its configuration, and the argument that SGLang calls kwargs.
+    """Make the backend as SGLang makes a dynamic one: with its configuration, and the argument called kwargs there.
 
     SGLang's own classes have another second argument, always with a default, which they keep.
     """

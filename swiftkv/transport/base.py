@@ -11,7 +11,7 @@ import torch
 
 Int64Array = npt.NDArray[np.int64]
 Ticket = int
-"""Names a job of one transport; later ones are larger."""
+"""The name of a job of one transport; later tickets are larger."""
 
 COPY_TIMING = np.dtype(
     [
@@ -68,12 +68,12 @@ class PeerHandle:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """2-D copies of one KV group, at layer 0: what the scheduler plans, for every layer of the group alike.
+    """2-D copies of one KV group, at layer 0: the scheduler plans them alike for every layer of the group.
 
     `runs` is int64 [R, 5], C-contiguous: link, peer_offset_bytes, local_offset_bytes, count, staged. A run is `count`
     layer blocks of `width_bytes`. On the peer's side, and on ours unless staged, they lie `block_bytes` apart, and
-    layer `l` is `l * width_bytes` further on. Staged: ours lie side by side and serve every layer. Offsets count
-    from the first byte of a pool. Runs of one job and direction do not overlap where they are written.
+    layer `l` is `l * width_bytes` further on. If staged, ours lie side by side and serve every layer. Offsets count
+    from the first byte of a pool. The targets of one job and direction do not overlap.
     """
 
     runs: Int64Array
@@ -93,39 +93,39 @@ class Runs:
 
 
 class Transport(Protocol):
-    """The copies of one borrowing engine, bound to its pool. Jobs are one FIFO lane: each begins after the one before.
+    """The copies of one borrowing engine, bound to its pool. Jobs form one FIFO lane: each begins after the one before.
 
-    Nothing here assumes host memory: on a device, `submit` follows what the compute stream did so far, and `wait` makes
-    that stream wait, not the host.
+    On a device, a submitted job follows everything launched on the compute stream so far, and `wait` makes that stream
+    wait, not the host.
     """
 
     def attach(self, link: int, peer: PeerHandle) -> None:
-        """Make a lender's pool reachable as `link`; between steps only. Raises `TransferError` if it is not there."""
+        """Make a lender's pool reachable as `link`; between steps only. Raises `TransferError` if that fails."""
 
     def detach(self, link: int) -> None:
-        """Let go of a link, between steps only, after waiting for what was submitted. One not attached is ignored."""
+        """Detach a link, if it is attached, after waiting for submitted jobs; between steps only."""
 
     def lender_pool(self, link: int) -> npt.NDArray[np.uint8] | None:
         """Return the pool that is attached as `link`, uint8 [nbytes], if this process can read it in place."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
-        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Never raises for what the runs name."""
+        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Mistakes in the runs are raised by `wait`."""
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until the job has ended.
 
-        Raises `TransferError`, once, if it did not copy everything; the error names the links that are to blame, if
-        only some are: copies over the others go on.
+        Raises `TransferError`, once, if it did not copy everything. If only some links are to blame, the error names
+        them, and copies over the others go on.
         """
 
     def settle(self) -> None:
         """Block the host until every job has ended, and forget which failed."""
 
     def take_timings(self) -> CopyTimings:
-        """Return the timings of jobs that ended since the last call, in order; the latest few thousand."""
+        """Return the timings of jobs that ended since the last call, in order; the latest few thousand at most."""
 
     def close(self) -> None:
-        """Let go of threads and mappings, without waiting for a peer; again is harmless. No other call may follow."""
+        """End threads and mappings, without waiting for a peer. Only `close` itself may be called again."""
 
 
 @runtime_checkable
@@ -135,7 +135,7 @@ class TwoSidedTransport(Transport, Protocol):
     def meet(self, peer: PeerHandle) -> PeerHandle:
         """Do the part of `attach` that waits for the peer, from any thread, while steps run.
 
-        Attaching what this returns, once, waits for nobody; forgetting it lets the peer go.
+        Attach the returned handle once; that does not wait. Dropping it instead lets the peer go.
 
         Raises `TransferError` if the peer does not come in time, or cannot prove that it read the rendezvous file.
         """
@@ -143,7 +143,7 @@ class TwoSidedTransport(Transport, Protocol):
 
 @runtime_checkable
 class DeviceTransport(Transport, Protocol):
-    """A transport whose `wait` makes a compute stream wait: the host does not know when, nor for how long."""
+    """A transport whose `wait` makes a compute stream wait, so the host does not know when, nor for how long."""
 
     def take_exposures(self) -> Exposures:
-        """Return the waits that the stream came past since the last call, in order; the latest few thousand."""
+        """Return the waits that the stream has passed since the last call, in order; the latest few thousand at most."""

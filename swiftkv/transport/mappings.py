@@ -1,4 +1,4 @@
-"""The pools of peers as our device sees them: where they are mapped, and which addresses runs mean."""
+"""The mappings of peers' pools on our device, and the addresses of runs in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mapping:
 
 
 class Mappings:
-    """The mapped pools by link. The caller that adds one keeps its memory mapped until it is removed."""
+    """The mapped pools by link. The caller that adds a pool keeps its memory mapped until it removes the pool."""
 
     def __init__(self, pool: Tensor) -> None:
         """`pool` is our own, uint8 and flat."""
@@ -51,7 +51,7 @@ class Mappings:
             raise TransferError(str(error)) from error
 
     def check(self, runs: Runs) -> None:
-        """Raise `TransferError` for runs outside of the pools: a kernel would read or write whatever lies there."""
+        """Raise `TransferError` for runs outside of the pools, because a kernel would read or write other memory."""
         links, peer_offsets, local_offsets, counts, staged = runs.runs.T
         missing = set(links.tolist()) - self._of_link.keys()
         if missing:

@@ -2,7 +2,7 @@
 
 The protocol of one link, borrower to lender unless said otherwise, every message a tensor:
 
-    uint8 [32]     from each to the other, once: a proof that it read the rendezvous file
+    uint8 [32]     from either to the other, once: a proof that it read the rendezvous file
     int64 [4]      direction, width_bytes, pitch_bytes, number of runs
     int64 [n, 2]   of each run: offset in the lender's pool, count of rows
     uint8 [k, w]   the rows, at most `connection.MESSAGE_BYTES` at a time; from the lender if the direction is FROM_PEER
@@ -10,9 +10,9 @@ The protocol of one link, borrower to lender unless said otherwise, every messag
 
 A lender that is asked for bytes it does not have closes the connection, and the borrower's job fails. Within a job
 neither side waits longer than a deadline for a message; between jobs a lender waits for as long as its borrower lives.
-gloo connects through a port of the loopback interface, of which only the rendezvous file says the number, and which
-does not ask who connects: that is what the proofs are for. Pools on GPUs go through the host: it waits for what is
-computed before a job, and for the job.
+gloo connects through a port of the loopback interface, whose number only the rendezvous file has, but which accepts any
+process; hence the proofs. Pools on GPUs are copied through the host, which waits for the computing before a job, and
+for the job.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class _Job:
     to_peer: Runs | None
     from_peer: Runs | None
     layer: int
-    fence: Fence  # once the device passes it, what was computed before the job is in the pool
+    fence: Fence  # once the device has passed it, all KV computed before the job is in the pool
 
 
 class P2pTransport:
-    """The borrower's half. One thread of Python walks the lane; gloo moves the bytes without the GIL."""
+    """The borrower's half. One Python thread does the jobs in order; gloo moves the bytes without the GIL."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class P2pTransport:
         self._connections: dict[int, Connection] = {}
         self._peer_nbytes: dict[int, int] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._ended = threading.Condition()  # guards all that follows
+        self._ended = threading.Condition()  # guards the fields below
         self._last_submitted = 0
         self._last_ended = 0
         self._failed: dict[Ticket, TransferError] = {}
@@ -107,11 +107,11 @@ class P2pTransport:
         self._wait_for(self._last_submitted)
         self._peer_nbytes.pop(link, None)
         connection = self._connections.pop(link, None)
-        if connection is not None:  # the lender waits for its end, and the last job may still refer to it
+        if connection is not None:  # cut, not dropped: the last job may still refer to it, and the lender waits
             connection.cut()
 
     def lender_pool(self, link: int) -> None:
-        """Return nothing: the pool lies in the memory of another process."""
+        """Return `None`: the pool lies in the memory of another process."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_submitted += 1
@@ -137,7 +137,7 @@ class P2pTransport:
         return taken
 
     def close(self) -> None:
-        """Cut the connections, and fail the jobs in flight: a peer may be stopped."""
+        """Cut the connections, which fails the jobs in flight: a peer may be stopped."""
         for connection in self._connections.values():
             connection.cut()
         self.settle()
@@ -175,7 +175,7 @@ class P2pTransport:
                 self._ended.notify_all()
 
     def _plan(self, runs: Runs | None, layer: int, direction: int) -> list[_Exchange]:
-        """Return what to say to each link. Raises `TransferError` if a run is out of bounds: nothing was said then."""
+        """Return the exchange with each link. Raises `TransferError`, before anything is sent, for runs out of bounds."""
         if runs is None:
             return []
         width, block = runs.width_bytes, runs.block_bytes
@@ -213,7 +213,7 @@ def serve_p2p(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     deadline_s: float = DEADLINE_S,
 ) -> P2pServer:
-    """Start the lender's half of one attachment to `pool`, which was published."""
+    """Start the lender's half of one attachment to `pool`, which was `published`."""
     server = P2pServer(pool, published, connect_timeout_s, deadline_s)
     server.start()
     return server
@@ -222,8 +222,8 @@ def serve_p2p(
 class P2pServer(threading.Thread):
     """Sends and receives rows of a lender's pool as one borrower asks.
 
-    It ends when the borrower lets go or dies, when nobody comes in time or somebody comes who is not the borrower, when
-    it is asked for what the pool has not, when the borrower stops for `deadline_s` within a job, and with the process.
+    It ends when the borrower detaches or dies, when no process or a wrong one connects in time, when it is asked for
+    bytes outside of the pool, when the borrower stops for `deadline_s` within a job, and with the process.
     """
 
     def __init__(
@@ -248,13 +248,13 @@ class P2pServer(threading.Thread):
             return
         self._connection = connection
         del connection
-        atexit.register(self.stop)  # a thread that comes back from gloo after the interpreter has gone would abort
+        atexit.register(self.stop)  # a thread that returns from gloo after the interpreter has ended would abort
         self._serve(self._connection)
         self._connection = None  # closing it takes gloo a while
         atexit.unregister(self.stop)
 
     def stop(self) -> None:
-        """Cut the borrower off. Returns when nothing touches the pool any more."""
+        """Cut the borrower off, and return when this thread no longer touches the pool."""
         connection = self._connection
         if connection is not None:
             connection.cut()

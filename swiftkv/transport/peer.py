@@ -1,8 +1,8 @@
 """One-sided copies between CUDA devices: a lender's pool is mapped through an IPC handle, and copies have a stream of
 their own that events order with the compute stream. Within a step the host waits for nothing.
 
-CUDA IPC also serves engines that share a GPU, and maps a peer of another GPU where peer access is possible (NVLink, or
-PCIe). Symmetric memory would need all engines to meet each time that one of them starts again; a handle needs two.
+CUDA IPC also serves engines that share a GPU, and maps pools on another GPU if peer access is possible (NVLink, or
+PCIe). Symmetric memory would need all engines to meet whenever one of them starts again; a handle concerns only two.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class _Job:
 class PeerTransport:
     """`Transport` for pools on CUDA devices. Submits and waits refer to the current stream of the pool's device.
 
-    The host knows that copies ended when it knows that the compute stream came past their waits, or after `settle`:
-    only then may extents be given back, after a step without tokens as after any other.
+    The host knows that copies have ended when it knows that the compute stream has passed their waits, or after
+    `settle`. Only then may extents be given back, even after a step without tokens.
 
-    If a lender dies while its pool is mapped here, the step that reads it goes on with whatever bytes come, and the
+    If a lender dies while its pool is mapped here, a step that reads it goes on with undefined bytes, and the
     coordinator, which sees the process end, has the scheduler drop them.
     """
 
@@ -73,7 +73,7 @@ class PeerTransport:
         max_programs: int = LINK_PROGRAMS,
         widths_bytes: Sequence[int] = (),
     ) -> None:
-        """Copies take `max_programs` at once. Kernels for layer blocks of `widths_bytes` are compiled here already."""
+        """Copies use `max_programs` programs at once. Kernels for layer blocks of `widths_bytes` are compiled here."""
         self.mappings = Mappings(pool.tensor)
         self.io_backend = io_backend
         self.max_programs = max_programs
@@ -112,7 +112,7 @@ class PeerTransport:
             log.warning("link %d: %s", link, error)
 
     def lender_pool(self, link: int) -> None:
-        """Return nothing: the host cannot read what lies on a device."""
+        """Return `None`: the host cannot read memory of a device."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         self._last_ticket += 1
@@ -175,7 +175,7 @@ class PeerTransport:
         return np.array(rows, COPY_TIMING)
 
     def take_exposures(self) -> Exposures:
-        """Return the waits that the current stream came past since the last call, in order; the latest few thousand."""
+        """Return the waits that the stream has passed since the last call, in order; the latest few thousand at most."""
         rows = []
         while self._waits and self._waits[0][2].query():
             ticket, arrived, left = self._waits.popleft()
@@ -206,7 +206,7 @@ class PeerTransport:
         move_blocks(pool, packed, 0, num_blocks, width_bytes, layer, is_to_peer, most)
 
     def _compile(self, widths_bytes: Sequence[int]) -> None:
-        """Compile the kernels by copying nothing: a first step that copies would stand still for seconds."""
+        """Compile the kernels by copying nothing, or the first step that copies would wait for seconds."""
         if self.io_backend == "kernel":
             nothing = upload(pack_lists([np.empty((0, BLOCK_FIELDS), np.int64)]), self._device)
             for width_bytes in widths_bytes:
@@ -236,7 +236,7 @@ class PeerTransport:
         return packed
 
     def _set_anchor(self) -> None:
-        """Note a moment whose time device and host both know. The copy stream is idle: the host hardly waits."""
+        """Note a moment whose time device and host both know. The copy stream is idle, so the host hardly waits."""
         self._anchor = torch.cuda.Event(enable_timing=True)
         self._anchor.record(self._stream)
         self._stream.synchronize()

@@ -1,9 +1,9 @@
 """The rendezvous by which two engines find each other's memory.
 
 It is a `torch.distributed` file store in a directory that only they can read: one file per attachment, at a path that
-both sides know and that names both incarnations. Nothing listens on a socket. Where a library of torch then listens on
-a port of its own, anybody on the machine may connect to that: whoever is connected proves by a secret from the file
-that it could read it, before anything else is said.
+both sides know and that names both incarnations. Nothing listens on a socket. If a library of torch then listens on a
+port of its own, any process on the machine may connect to it. So either side first proves, by a secret from the file,
+that it could read the file.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
-    """Open the file store at `store_path`. Waiting for a key that nobody sets raises `RuntimeError` in the end.
+    """Open the file store at `store_path`. Waiting longer than `timeout_s` for a key raises `RuntimeError`.
 
-    Raises `OSError` if there can be no such file.
+    Raises `OSError` if the file cannot be made.
     """
     store_path.touch(mode=0o600)  # the store itself would try for minutes
     store: Any = dist.FileStore(str(store_path))  # type: ignore[attr-defined]
@@ -45,30 +45,30 @@ def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
 def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     """Return a gloo group over the loopback interface, as `rank` of `size` through `store`; no default group is made.
 
-    `timeout_s` bounds how long it connects, and how long a collective waits. Raises `RuntimeError` if nobody comes.
+    `timeout_s` bounds the time to connect and the wait of a collective. Raises `RuntimeError` if no other rank connects.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no argument for it that is public
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no public argument for it
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs are out of date
     return gloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
 def publish_pool(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
-    """Say at `store_path` where the lender's `pool` is, and return what the borrower will find.
+    """Publish the lender's `pool` at `store_path`, and return the handle that the borrower will find.
 
-    Raises `TransferError` if nothing can be written there: the disk is full, or the directory is gone.
+    Raises `TransferError` if the file cannot be written, as when the disk is full or the directory is gone.
     """
     handle = handle_of(store_path, pool)
     try:
         open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
     except (OSError, RuntimeError) as error:  # the store raises nothing more exact
-        withdraw_pool(store_path)  # half a record would be all that anybody found there
+        withdraw_pool(store_path)  # it may have half a record
         reason = str(error).splitlines()[0]
         raise TransferError(f"the pool cannot be published in {store_path.parent}: {reason}") from error
     return handle
 
 
 def handle_of(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
-    """Return what a borrower has to know of `pool`, which is this process's."""
+    """Return a borrower's handle of `pool`, which belongs to this process."""
     where, secret = str(store_path), new_secret()
     if isinstance(pool, DevicePool):
         return PeerHandle(os.getpid(), -1, 0, 0, pool.nbytes, where, secret, pool.ipc_handle().hex())
@@ -79,7 +79,7 @@ def handle_of(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
 def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
     """Wait until a lender has published its pool for this borrower. The file stays until a transport has attached.
 
-    Raises `TransferError` if nobody does in time, or if it is not a pool.
+    Raises `TransferError` if that does not happen in time, or if the file has no handle of a pool.
     """
     try:
         handle = msgspec.json.decode(open_store(store_path, timeout_s).get(_POOL_KEY), type=PeerHandle)
@@ -91,10 +91,10 @@ def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:
 
 
 def withdraw_pool(store_path: Path) -> None:
-    """Remove the rendezvous file, whatever came of the rendezvous. Either side may call this."""
+    """Remove the rendezvous file, whatever the outcome. Either side may call this."""
     try:
         store_path.unlink(missing_ok=True)
-    except OSError as error:  # it goes with the directory
+    except OSError as error:  # it is removed with the directory
         _log.warning("a rendezvous file stays where it is: %s", error)
 
 
@@ -104,7 +104,7 @@ def new_secret() -> str:
 
 
 def proof(secret: str, sender: int, receiver: int) -> torch.Tensor:
-    """Return what rank `sender` of a group shows rank `receiver`, uint8 [PROOF_BYTES]; it gives no other proof away."""
+    """Return the proof of rank `sender` for rank `receiver`, uint8 [PROOF_BYTES]; it reveals no other proof."""
     digest = hashlib.blake2b(f"{sender} to {receiver}".encode(), key=bytes.fromhex(secret), digest_size=PROOF_BYTES)
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 

@@ -30,7 +30,7 @@ class Rows(Protocol):
         """Write `rows`, uint8 [k, width_bytes] in host memory, at `offsets [k]`; no two overlap."""
 
     def fence(self) -> Fence:
-        """Return the point behind all that the calling thread has asked of the pool's device so far."""
+        """Return a fence after all work that the calling thread has launched on the pool's device so far."""
 
 
 def rows_of(pool: SharedPool | DevicePool) -> Rows:
@@ -45,7 +45,7 @@ class HostRows:
         self._bytes = pool.tensor.numpy()
 
     def begin_thread(self) -> None:
-        """Do nothing: host memory is every thread's."""
+        """Do nothing: every thread can use host memory."""
 
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
         return torch.from_numpy(self._at(width_bytes)[offsets])

@@ -20,9 +20,9 @@ def open_transport(
 ) -> Transport:
     """Open the borrower's half for `pool`.
 
-    `num_threads` copy where the transport has threads to choose. `io_backend` is how `peer` copies, `max_programs` how
-    many programs its kernels have, and `widths_bytes` the layer blocks for which they are compiled at once. A lender
-    that keeps a copy of `p2p` waiting for `deadline_s` is cut off.
+    `num_threads` threads copy with `shm`. `io_backend` is how `peer` copies, `max_programs` how many programs its
+    kernels have, and `widths_bytes` the layer blocks for which they are compiled at once. A lender that keeps a copy of
+    `p2p` waiting for `deadline_s` is cut off.
 
     A lender needs nothing for `shm` and `peer` beyond `publish_pool`; for `p2p` it also runs `serve_p2p` for each
     attachment. `shm` is for pools in host memory, `peer` for pools on CUDA devices, `p2p` for both.

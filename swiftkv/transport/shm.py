@@ -24,7 +24,7 @@ _NO_RUNS = Runs(np.empty((0, 5), np.int64), 1, 1)
 
 
 class ShmTransport:
-    """The lender takes no part: it may be stopped or dead, and its memory stays mapped until `detach`."""
+    """A `Transport` in which the lender takes no part: its memory stays mapped until `detach`, even if it dies."""
 
     def __init__(self, pool: SharedPool, num_threads: int = 1) -> None:
         self._pool_tensor = pool.tensor  # keeps its memory where the engine copies
@@ -72,10 +72,10 @@ class ShmTransport:
 
 
 def _map(peer: PeerHandle) -> torch.Tensor:
-    """Return the lender's pool as uint8 [nbytes], shared with it; the mapping goes with the tensor.
+    """Return the lender's pool as uint8 [nbytes], shared with it; the mapping ends with the tensor.
 
-    All of it is mapped, readable and writable: what is lent changes from step to step and may lie anywhere, and extents
-    are no multiples of a page, so a mapping of what is lent alone would hold other bytes too.
+    All of it is mapped, readable and writable: lent extents change from step to step, may lie anywhere, and are not
+    multiples of a page, so a mapping of these alone would hold other bytes, too.
     """
     try:
         fd = _open(peer)
@@ -92,17 +92,17 @@ def _map(peer: PeerHandle) -> torch.Tensor:
         raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
     finally:
         os.close(fd)
-    with contextlib.suppress(OSError):  # a kernel that was built without them
+    with contextlib.suppress(OSError):  # the kernel may have no huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _open(peer: PeerHandle) -> int:
-    """Return a file descriptor of ours for the lender's.
+    """Return a file descriptor of ours for the lender's pool.
 
-    A pidfd names one process for good, and copying a descriptor opens nothing. Where that is not allowed (it takes
-    the right to trace the lender, which some systems keep for a process's ancestors), the file is opened by the
-    lender's pid, which another process may have taken: the caller looks at which memory it is in either case.
+    A pidfd names one process for good, and copying a descriptor opens nothing. If that is not allowed (it needs the
+    right to trace the lender, which some systems keep for a process's ancestors), the file is opened by the lender's
+    pid, which another process may have taken. In either case the caller checks which memory it is.
     """
     process = os.pidfd_open(peer.pid)
     try:

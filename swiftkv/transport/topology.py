@@ -16,15 +16,16 @@ Link = Literal["nvlink", "pcie"]
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
 
 OLDEST_CAPABILITY = 80
-"""The least compute capability that the kernels are written for. GPUs before Ampere have no bfloat16 products, nor
-copies to shared memory that run beside them."""
+"""The least compute capability that the kernels need. GPUs before Ampere have neither bfloat16 products nor
+asynchronous copies to shared memory."""
 
 LINK_PROGRAMS = 32
-"""Programs of 32 KiB that keep a link between two GPUs busy: 1 MiB in flight are NVLink's 400 GB/s times 2 us. Each
-takes a multiprocessor from the kernels that compute, until the whole list is copied; more would copy no faster."""
+"""The number of programs, of 32 KiB each, that keep a link between two GPUs busy: 1 MiB in flight is NVLink's 400 GB/s
+times 2 us. Each takes a multiprocessor from the kernels that compute, until the whole list is copied; more would copy
+no faster."""
 
 ONE_GPU_PROGRAMS = 96
-"""The same within one GPU, whose memory is faster than any link."""
+"""The number of programs for copies within one GPU, whose memory is faster than any link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Gpu:
 
     name: str
     uuid: str
-    capability: int  # 90 for what NVIDIA calls 9.0
+    capability: int  # 90 for NVIDIA's 9.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,8 @@ def settle_transport(
 ) -> TransportChoice:
     """Return the one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
 
-    An engine has one transport for all it borrows, so `auto` is what serves every pair, and its kernels copy with as
-    many programs as the fastest pair needs. All devices are the host's, or all are GPUs.
+    An engine borrows over one transport, so `auto` is one that serves every pair, and its kernels copy with as many
+    programs as the fastest pair needs. All devices are the host's, or all are GPUs.
 
     Raises `ValueError` if `setting` does not reach, or for a GPU that is not there.
     """
@@ -165,7 +166,7 @@ def _absence(gpus: Sequence[Gpu], chosen: Sequence[int]) -> str:
 
 
 def uses_mps(environment: Mapping[str, str]) -> bool:
-    """Return whether CUDA would find a control daemon of the multi-process service: its pipe is there."""
+    """Return whether CUDA would find a control daemon of the multi-process service, because its pipe exists."""
     return os.path.exists(os.path.join(environment.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY), "control"))
 
 
@@ -215,7 +216,7 @@ def _can(a: object, b: object, capability: int) -> bool:
 
     try:
         status: int = pynvml.nvmlDeviceGetP2PStatus(a, b, capability)
-    except pynvml.NVMLError:  # a driver that does not know says as much: then it cannot be relied on
+    except pynvml.NVMLError:  # the driver does not know, so it cannot be relied on
         return False
     return status == int(pynvml.NVML_P2P_STATUS_OK)
 
