@@ -211,7 +211,7 @@ class PromptQueue:
     def advance(self, now_s: float, pace: PromptPace | None) -> None:
         """Credit the time since the last call to the prompts that the engine computes, one after the other.
 
-        The first prompt gets the time that it still needs, and the next one the rest. Without a pace no prompt gets any.
+        The first prompt gets the time that it still needs, and the next one the rest. Without a pace none gets any.
         """
 
     is_empty: Final[bool]
@@ -222,7 +222,7 @@ class PromptQueue:
         """Return the work ahead of a prompt that arrives now."""
 
     def overtaking_part(self, prompt: QueuedPrompt, pace: PromptPace, wait_s: float) -> float:
-        """Return the part of a wait of `wait_s` that later prompts will take, if they keep coming at the recent rate."""
+        """Return the part of a wait of `wait_s` that later prompts will take, if they come at the recent rate."""
 
     def end_of_class(self, priority: int) -> float:
         """Return the priority from which on running requests, being of lower classes, give way to a prompt."""
@@ -342,7 +342,7 @@ class StepPlan:
         """Return [R, 5] runs of one group: link, peer_offset_bytes, local_offset_bytes, count, staged.
 
         A run copies `count` layer blocks of layer 0. The peer's lie one block apart, those of layer l further on by l
-        layer blocks. So do local ones, unless they are staged: then they lie side by side, at the same address for every
+        layer blocks. So do local ones, unless they are staged: then they lie side by side, at one address for every
         layer. Spills go to peers before any of the layer's KV is written here, loads come before it is written or read,
         stores go to peers once it is written. Raises IndexError for a group or a buffer that the step does not have,
         ValueError for another kind.
@@ -508,7 +508,7 @@ class Scheduler:
         """
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
-        """Return the requests that have waited `max_wait_s` for memory that they would not get even if they ran alone."""
+        """Return the requests that have waited `max_wait_s` for memory that they would not get even if alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
         """Take up to `max_extents` out of the pool; only free and cached blocks are given up, used ones stay.
@@ -548,8 +548,8 @@ class Scheduler:
         """Note that the bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def set_write_policy(self, write_policy: WritePolicy | Literal["never"]) -> None:
-        """Offer blocks to storage from now on: all committed blocks, those that another request has found, or those that
-        are evicted next.
+        """Offer blocks to storage from now on: all committed blocks, those that another request has found, or those
+        that are evicted next.
 
         Sliding-window groups offer only the tails of kept boundaries. With `write_through` all present blocks are
         offered, too, the last used first; `never` takes every offer back. `write_back` offers nothing before

@@ -1,4 +1,4 @@
-"""The key of `/admin` where none is configured: a node makes one, and programs of the same user find it by the port."""
+"""The key of `/admin` if none is configured: a node makes one, and programs of the same user find it by the port."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _CURE = "or export an admin key of your own and name its variable in node.admin_
 def generated_admin_key(port: int) -> Iterator[tuple[str, Path]]:
     """Make a key for the node at `port`; yield it and the file that holds it, which is removed in the end.
 
-    The file is locked while it is in use; those of nodes that were killed are not, and are removed here. The directory
-    stays: another node may be about to write to it.
-    Raises `ConfigError` if it cannot be written.
+    The file is locked while in use; files of killed nodes are not, and are removed here. The directory stays, because
+    another node may be about to write to it.
+    Raises `ConfigError` if the file cannot be written.
     """
     key = secrets.token_urlsafe(32)
     file, lock = _write(port, key)
@@ -39,7 +39,7 @@ def generated_admin_key(port: int) -> Iterator[tuple[str, Path]]:
 
 
 def find_admin_key(url: str) -> str | None:
-    """Return the key that a node of this user made for the port of `url`, or `None`; of this machine's nodes only."""
+    """Return the key that a node of this user on this machine made for the port of `url`, or `None`."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
@@ -66,9 +66,9 @@ def _write(port: int, key: str) -> tuple[Path, int]:
 
 
 def _write_in(directory: Path, port: int, key: str) -> tuple[Path, int]:
-    """Return what `_write` does, for one directory. Raises `OSError`, or `ConfigError` as `_write_new` does."""
+    """Do as `_write` does, in one directory. Raises `OSError`, or `ConfigError` as `_write_new` does."""
     make_private_directory(directory)
-    starting = hold_lock(directory)  # nobody else looks at a stale file of this port while it is replaced
+    starting = hold_lock(directory)  # no other node looks at a stale file of this port while it is replaced
     try:
         for stale in directory.glob(f"*{_SUFFIX}"):
             remove_if_unlocked(stale)
@@ -103,7 +103,7 @@ def _read(file: Path) -> str | None:
         if not is_private(os.lstat(file.parent), stat.S_ISDIR):
             return None
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # there is none, or it is another user's
+    except OSError:  # it does not exist, or belongs to another user
         return None
     with open(descriptor, "rb") as opened:
         if not is_private(os.fstat(descriptor), stat.S_ISREG):

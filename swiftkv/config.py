@@ -1,6 +1,6 @@
 """The YAML file as frozen, validated types. Each mistake is one line that names its key and what to write there.
 
-The sections are in `node_config.py` and `model_config.py`. Here are the rules that span them, and the reading of files.
+The sections are in `node_config.py` and `model_config.py`. This file has the rules that span them, and reads files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Config(Section):
     def with_model(self, section: object) -> Config:
         """Return this configuration with one more model, checked like those of a file.
 
-        Raises `ConfigError` that has one line per mistake; keys are those of the section.
+        Raises `ConfigError` with one line per mistake; keys are those of the section.
         """
         try:
             config = Config.model_validate({"node": self.node, "models": [*self.models, section]})
@@ -175,8 +175,8 @@ def load_config(path: Path, **node_overrides: object) -> Config:
     """Read and check a YAML file; checkpoints are looked at later, by `swiftkv.planning`.
 
     A model's directory stands for a file that serves this model alone. `node_overrides` replace keys of the `node`
-    section; None leaves what is written.
-    Raises `ConfigError` whose message has one line per mistake.
+    section; None keeps the file's value.
+    Raises `ConfigError` with one line per mistake.
     """
     raw = _one_model(path) if path.is_dir() else _read_yaml(path)
     given = {key: value for key, value in node_overrides.items() if value is not None}
@@ -190,7 +190,7 @@ def load_config(path: Path, **node_overrides: object) -> Config:
 
 
 def _one_model(directory: Path) -> dict[str, Any]:
-    """Return what a file would hold that serves the model in `directory`, named like the directory."""
+    """Return the content of a file that serves the model in `directory`, named like the directory."""
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"{directory}: is a directory without a config.json; name a YAML file such as configs/embedded.yaml, or a "
@@ -201,10 +201,10 @@ def _one_model(directory: Path) -> dict[str, Any]:
 
 
 def read_model(path: Path) -> object:
-    """Return one model's section: what a YAML file holds, or for a model's directory, a section that serves it.
+    """Return one model's section: the content of a YAML file, or for a model's directory, a section that serves it.
 
-    A relative `path` of the section that leads to a directory from where the file lies becomes absolute: the section is
-    read by a process that may run elsewhere. Raises `ConfigError` for what cannot be read.
+    If the section's `path`, relative to the file, leads to a directory, it becomes absolute, because the process that
+    reads the section may run elsewhere. Raises `ConfigError` for a file that cannot be read.
     """
     if path.is_dir():
         return _one_model(path)["models"][0]
@@ -232,7 +232,7 @@ def _read_yaml(path: Path) -> object:
 
 
 def parse_config(raw: object) -> Config:
-    """Check what a YAML file holds. Raises `ConfigError` whose message has one line per mistake."""
+    """Check the content of a YAML file. Raises `ConfigError` with one line per mistake."""
     if not isinstance(raw, dict):
         raise ConfigError(f"the file holds {show(raw)}; it wants a mapping with the keys node and models")
     try:
@@ -242,7 +242,7 @@ def parse_config(raw: object) -> Config:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice: PyYAML keeps the last one without a word."""
+    """Refuses a key that is written twice: PyYAML silently keeps the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -1,6 +1,6 @@
-"""Types that every section of the YAML file is made of, and the words in which its messages describe them.
+"""The types of the fields in all sections of the YAML file, and the words in which messages describe them.
 
-A field's description finishes the sentence "'x' is not ...": it is what every message about the field says is right.
+A field's description finishes the sentence "'x' is not ...": every message about the field tells by it what is right.
 """
 
 from __future__ import annotations

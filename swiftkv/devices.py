@@ -1,4 +1,4 @@
-"""Checks that the devices which a configuration names are there."""
+"""Checks that the devices of a configuration exist and can be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swiftkv.transport.topology import OLDEST_CAPABILITY, Topology, read_topolog
 
 
 def check_devices(config: Config) -> None:
-    """Raise `ConfigError` for a device that is not there, or that this installation cannot use."""
+    """Raise `ConfigError` for a device that does not exist, or that this installation cannot use."""
     if all(model.device == "cpu" for model in config.models):
         return
     import torch  # a node of CPU models does without
@@ -31,7 +31,7 @@ def check_devices(config: Config) -> None:
 
 
 def too_old(config: Config, topology: Topology) -> list[str]:
-    """Return what is wrong with the models whose GPUs the kernels are not written for."""
+    """Return the mistakes of models whose GPUs are too old for the kernels."""
     return [
         f"models[{i}].device: cuda:{index} ({gpu.name}) has compute capability {gpu.capability / 10}, and the kernels "
         f"need {OLDEST_CAPABILITY / 10} (Ampere) or more; write a newer GPU, or cpu"

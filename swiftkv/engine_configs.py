@@ -16,7 +16,7 @@ from swiftkv.planning.models import ModelPlan
 from swiftkv.tier.messages import TierSpec, tier_spec
 from swiftkv.transport.topology import TransportChoice
 
-_WITHOUT_WATCHDOG_S = 3600.0  # waits within a step have an end all the same
+_WITHOUT_WATCHDOG_S = 3600.0  # waits within a step still end
 
 
 def compile_engines(
@@ -26,10 +26,10 @@ def compile_engines(
     ipc: Path,
     numbers: Mapping[str, int],
 ) -> tuple[EngineConfig, ...]:
-    """Return all that the engines are told, in order of `plans`.
+    """Return the configurations of the engines, in order of `plans`.
 
-    `transports` are `planning.transports.lending_transports`; `ipc` is the directory of the node's sockets, and
-    `numbers` tell those of one model from another's.
+    `transports` come from `planning.transports.lending_transports`. `ipc` is the directory of the node's sockets, in
+    whose names `numbers` tell models apart.
     """
     addresses = {plan.name: f"ipc://{ipc}/{numbers[plan.name]}" for plan in plans}
     pairs = lending_pairs(plans)
@@ -57,7 +57,7 @@ def _engine_config(
     ranks_directory: str,
     lending: LendingSpec | None,
 ) -> EngineConfig:
-    """Return the configuration of one engine. What follows the dot of `address` says which of its sockets is meant."""
+    """Return the configuration of one engine; each of its sockets has `address` with a suffix of its own."""
     return EngineConfig(
         name=model.name,
         log_level=config.node.log_level,
@@ -68,7 +68,7 @@ def _engine_config(
         task=model.task,
         # Sums of ranks are not captured, and pooled requests have no decodes.
         enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1 or model.task != "generate",
-        # On the CPU the host computes itself: there is nothing that it could plan beside.
+        # On the CPU the host computes itself, so planning ahead would gain nothing.
         async_scheduling=model.device != "cpu" if model.async_scheduling is None else model.async_scheduling,
         max_model_len=plan.max_model_len,
         device=model.device,
@@ -164,7 +164,7 @@ def _leases_address(address: str) -> str:
 
 
 def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -> str | None:
-    """Return why a model cannot lend, to complete "model 'x' …"; `None` if it can. `lending` is its engine's part."""
+    """Return why a model cannot lend, to complete "model 'x' …"; `None` if it can. `lending` is its engine's spec."""
     if not config.node.lending.enabled:
         return "lends and borrows nothing: node.lending is off"
     if plan.role == "master":
@@ -177,7 +177,7 @@ def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -
 
 
 def link_geometry(pair: LendingPair) -> LinkGeometry:
-    """Return the geometry that both ends of a link are told, so that they find the same bytes."""
+    """Return the geometry that both ends of a link get, so that they find the same bytes."""
     plan = pair.lender
     shares_extents = isinstance(plan.division, SharedExtents)
     regions = lay_out(list(zip(plan.groups, plan.group_blocks, strict=True)), shares_extents)

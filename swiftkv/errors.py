@@ -14,7 +14,7 @@ class ConfigError(SwiftkvError, ValueError):
 
 
 class NoRoomError(ConfigError):
-    """Memory of a device that is not free: too much was asked for, or another process still holds it."""
+    """A device without enough free memory: too much was asked for, or another process still holds it."""
 
 
 class CheckpointError(SwiftkvError, ValueError):
@@ -36,7 +36,7 @@ class EngineError(SwiftkvError):
 class TransferError(SwiftkvError):
     """A copy between two pools failed: the peer is gone, refused, or was asked for bytes that it does not have.
 
-    `links` are those of the job that failed; empty if that cannot be said, or if no job did.
+    `links` are the links of the failed job that are to blame; empty if they are not known, or if no job failed.
     """
 
     def __init__(self, message: str, links: Iterable[int] = ()) -> None:

@@ -45,20 +45,20 @@ class Member:
 
     config: ModelConfig
     plan: ModelPlan
-    lenders: tuple[str, ...]  # those that its engine knows
+    lenders: tuple[str, ...]  # the lenders that its engine knows
     client: EngineClient
-    coordinator: CoordinatorClient | None  # None: it has no part in lending
+    coordinator: CoordinatorClient | None  # None: it neither lends nor borrows
     supervisor: EngineSupervisor
     sleeper: Sleeper
     storage: StorageChanges
-    shape: str  # names what decides how long the engine's steps take
+    shape: str  # the fingerprint under which step times are learnt
 
 
 class Fleet:
     """The models of a node, and what they have in common. To be made inside the event loop.
 
-    An engine learns at its start who lends to it and borrows from it: a model that is added lends to, and borrows from,
-    those that are started after it.
+    An engine learns of its lenders and borrowers at its start: a model that is added lends to, and borrows from, those
+    that are started after it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Fleet:
     ) -> None:
         """`ipc` is the directory of the node's sockets; `say` prints a line for the user who started the node.
 
-        `state` keeps what engines learn about the time of their steps.
+        `state` is the directory in which learnt step times are kept.
         """
         self.config = config
         self.transports = lending_transports(config, plans)
@@ -101,7 +101,7 @@ class Fleet:
     def plan(self, section: object) -> tuple[Config, ModelPlan]:
         """Check a model that is to be added, and size it. Starts nothing, and may take a while.
 
-        Raises `ConfigError` that has one line per mistake.
+        Raises `ConfigError` with one line per mistake.
         """
         config = self.config.with_model(section)
         plan = plan_one_more(config, self.plans)
@@ -110,9 +110,9 @@ class Fleet:
         return config, plan
 
     def _check_room(self, plan: ModelPlan) -> None:
-        """Raise `ConfigError` if a model that is to be loaded does not fit the machine beside what the others hold.
+        """Raise `ConfigError` if a model that is to be loaded does not fit the machine beside the others.
 
-        One that sleeps holds its pool at level 1, and nothing at level 2.
+        A model that sleeps holds its pool at level 1, and nothing at level 2.
         """
         held = []
         for member in self.members.values():
@@ -122,7 +122,7 @@ class Fleet:
         check_fits_machine([*held, plan])
 
     def check_files(self, name: str) -> None:
-        """Raise `ConfigError` unless a model could be started again with the files that are there now."""
+        """Raise `ConfigError` unless a model could be started again with its current files."""
         member = self.members[name]
         check_replacement(member.config, self.config, member.plan)
 
@@ -130,7 +130,7 @@ class Fleet:
         """Make the last model of `config`, which `plan` returned with its plan."""
         plans = [*self.plans, plan]
         self._numbers.setdefault(plan.name, len(self._numbers))
-        self.transports = lending_transports(config, plans) | self.transports  # those that are in use stay
+        self.transports = lending_transports(config, plans) | self.transports  # transports in use stay
         *others, engine = compile_engines(config, plans, self.transports, self._ipc, self._numbers)
         engine = self._host_tiers.equip(plan, engine, plans)
         self.config = config
@@ -142,7 +142,7 @@ class Fleet:
         return member
 
     def remove(self, name: str) -> None:
-        """Forget a model whose process has ended, and leave nothing of it behind."""
+        """Forget a model whose process has ended, and free everything that it used."""
         member = self.members.pop(name)
         self.config = self.config.without_model(name)
         self.lending.remove(name)
@@ -157,25 +157,25 @@ class Fleet:
             left.unlink(missing_ok=True)
 
     def give_way_s(self, name: str) -> float:
-        """Return for how long a model that is to be loaded now gives way to others: 0 unless they have requests."""
+        """Return the seconds for which a model that is loaded now gives way to others: 0 unless they have requests."""
         are_busy = any(member.client.num_in_flight for other, member in self.members.items() if other != name)
         return (self.config.node.load_timeout or _UNLIMITED_S) * _PART_GIVING_WAY if are_busy else 0.0
 
     async def keep_learning(self) -> NoReturn:
-        """Keep what engines learn, once a minute."""
+        """Keep the learnt step times, once a minute."""
         while True:
             await asyncio.sleep(_KEEP_EVERY_S)
             await self.keep_learnt()
 
     async def keep_learnt(self) -> None:
-        """Keep what the engines have learnt about the time of their steps, for those that are started after them."""
+        """Keep the step times that engines have learnt, for engines that are started later."""
         for member in self.members.values():
             if member.client.stats is not None:
                 self._learnt.note(member.shape, member.client.stats.usual_step_time_s)
         await self._learnt.save()
 
     def close(self) -> None:
-        """Give every socket back; the supervisors have stopped."""
+        """Close every socket; call after the supervisors have stopped."""
         for name in list(self.members):
             self.remove(name)
         self._shares.close()
@@ -244,7 +244,7 @@ class Fleet:
     def _share_of(self, model: ModelConfig) -> ShareSpec | None:
         """Return a new account for a model that shares the cores with others, `None` for any other.
 
-        Where there are more models than accounts, the operating system decides about the last ones.
+        If there are more models than accounts, the operating system schedules the last ones.
         """
         if model.core_share is None or (account := self._shares.take_account()) is None:
             return None
@@ -252,7 +252,7 @@ class Fleet:
         return ShareSpec(self._shares.fd, account, model.core_share.weight, model.core_share.max_share)
 
     def _link(self) -> None:
-        """Tell each supervisor which others its engine may have to wait for."""
+        """Tell each supervisor which other engines its engine may have to wait for."""
         for member in self.members.values():
             there = (self.members[name] for name in member.lenders if name in self.members)
             member.supervisor.lenders = [lender.supervisor for lender in there]
@@ -277,10 +277,10 @@ def _outlook(model: ModelConfig, metrics: ModelMetrics) -> Outlook:
 
 
 def engine_environment(config: Config) -> dict[str, str]:
-    """Return this process's environment without the keys, for which engines have no use, and with CUDA's settings.
+    """Return this process's environment without the API keys, which engines do not need, and with CUDA's settings.
 
-    GPUs are numbered as NVML numbers them, and torch's allocator may move what it holds, so that nothing is left over
-    between allocations of different sizes; pools are not allocated by torch.
+    GPUs are numbered as NVML numbers them. torch's allocator uses expandable segments, so that allocations of different
+    sizes leave no gaps; it does not allocate pools.
     """
     keys = {*config.node.key_variables, config.node.admin_key_env}
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

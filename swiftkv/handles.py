@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def load_handles(
     config: Config, members: Sequence[Member], grammars: GrammarChecker, templates: TemplateRenderer
 ) -> list[ModelHandle]:
-    """Return a handle for each model, with its tokenizer. Importing what reads those alone takes seconds."""
+    """Return a handle for each model, with its tokenizer. Takes seconds, the first time for imports alone."""
     from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
     from swiftkv.server.models import ClientPolicy, ModelHandle
     from swiftkv.server.pooling.template import ScoreTemplate
@@ -67,7 +67,7 @@ def load_handles(
 
 @contextmanager
 def _mistakes_named(model: str) -> Iterator[None]:
-    """Have mistakes in a model's files and options say which model has them."""
+    """Add the model's name to `CheckpointError`s about its files and options."""
     try:
         yield
     except CheckpointError as error:

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Histogram(msgspec.Struct, array_like=True):
-    """`counts[i]` durations were longer than bound `i - 1` and at most bound `i`; the last of them have no bound."""
+    """`counts[i]` durations were longer than bound `i - 1` and at most bound `i`; the last bucket has no bound."""
 
     bounds_s: tuple[float, ...]
     counts: list[int] = []
@@ -28,5 +28,5 @@ class Histogram(msgspec.Struct, array_like=True):
         return sum(self.counts)
 
     def cumulative(self) -> list[int]:
-        """Return how many durations were at most each bound, and last how many there were."""
+        """Return how many durations were at most each bound, and at last the number of all."""
         return list(accumulate(self.counts))

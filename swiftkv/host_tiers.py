@@ -1,4 +1,4 @@
-"""The host memory below the pools of a node: which models share which memory, and how much there may be."""
+"""The host memory below the pools of a node: which models share it, and how much of it they may have."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_memory(plans: Sequence[ModelPlan]) -> None:
 
 
 def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
-    """Raise `ConfigError` if weights and pools of models on the CPU need more memory than there is at all.
+    """Raise `ConfigError` if weights and pools of models on the CPU need more memory than the machine allows.
 
-    Pools take theirs as they fill, so that engines would be killed hours later.
+    Otherwise engines would be killed hours later, because pools take memory only as they fill.
     """
     allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
     on_host = _on_host(plans)
@@ -43,7 +43,7 @@ def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = N
 
 
 def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
-    """Raise `ConfigError` if the tiers want more than 80 % of what weights and pools leave of the memory.
+    """Raise `ConfigError` if the tiers want more than 80 % of the memory that weights and pools leave.
 
     Nothing is measured: engines that start together would each count the other's.
     """
@@ -76,16 +76,17 @@ class _Memory:
 class HostTiers:
     """The memories, each for all models whose weights are the same files.
 
-    A memory is as large as the models that it was made for bring together; one that is added later uses what is there.
+    A memory is as large as the models that it was made for bring together; a model that is added later does not
+    enlarge it.
     """
 
     def __init__(self) -> None:
         self._memories: dict[frozenset[tuple[int, int]], _Memory] = {}
 
     def equip(self, plan: ModelPlan, engine: EngineConfig, plans: Sequence[ModelPlan]) -> EngineConfig:
-        """Return what an engine is told, with its host memory if it has any. `plans` are those of all models.
+        """Return an engine's configuration with its host memory, if it has any. `plans` are those of all models.
 
-        Raises `ConfigError` if there is no such memory to be had.
+        Raises `ConfigError` if the memory cannot be allocated.
         """
         if not isinstance(plan, SizedPlan) or plan.host_bytes is None:
             return engine
@@ -99,7 +100,7 @@ class HostTiers:
         return msgspec.structs.replace(engine, storage=msgspec.structs.replace(engine.storage, host_fd=memory.fd))
 
     def release(self, name: str) -> None:
-        """Note that a model is gone; the last one of a memory takes it along."""
+        """Note that a model is gone; free a memory whose last model this was."""
         for weights, memory in list(self._memories.items()):
             memory.models.discard(name)
             if not memory.models:

@@ -16,7 +16,7 @@ _ALL_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's files, and the name to call them by in public: it says nothing about this machine's directories."""
+    """A model's files, and their public name, which reveals nothing about this machine's directories."""
 
     directory: Path
     public_name: str
@@ -25,10 +25,10 @@ class Checkpoint:
 def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: str | None = None) -> Checkpoint:
     """Return the directory with the model's files.
 
-    A relative `path` starts at `directory` (where the YAML file lies), or else at the working directory. What is in
-    neither and reads like a hub id is fetched: `config.json` alone, or everything if `need_weights`, at `revision` (a
-    branch, a tag or a commit) or else the newest.
-    Raises `CheckpointError` saying what is missing.
+    A relative `path` starts at `directory` (where the YAML file lies), or otherwise at the working directory. If it is
+    in neither and looks like a hub id, it is fetched: `config.json` alone, or everything if `need_weights`, at
+    `revision` (a branch, a tag or a commit) or otherwise the newest.
+    Raises `CheckpointError` that names what is missing.
     """
     starts = list(dict.fromkeys([directory, Path.cwd()]))
     found = next((place for start in starts if (place := start / Path(path).expanduser()).is_dir()), None)
@@ -51,7 +51,7 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
 
 
 def _is_hub_id(path: str, starts: list[Path]) -> bool:
-    """Tell a hub id from a path: `checkpoints/chta` is a slip of the pen where there is a directory `checkpoints`."""
+    """Return whether a path is a hub id: if there is a directory `checkpoints`, `checkpoints/chta` is a misspelt path."""
     return bool(_HUB_ID.fullmatch(path)) and not any((start / path).parent.is_dir() for start in starts)
 
 

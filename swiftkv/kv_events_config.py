@@ -1,4 +1,4 @@
-"""The `kv_events_config` section of a model, with vLLM's keys: where routers hear what its prefix cache has."""
+"""The `kv_events_config` section of a model, with vLLM's keys: where routers get the events of its prefix cache."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import ctypes
 import os
 import platform
 
-_SLICE_NS = 100_000  # the shortest that Linux takes
+_SLICE_NS = 100_000  # the shortest that Linux accepts
 _RESET_ON_FORK = 1  # not for the threads and processes that the thread starts
 _SYSCALL = {"x86_64": 314, "aarch64": 274}.get(platform.machine())  # sched_setattr
 
@@ -27,8 +27,9 @@ class _SchedAttr(ctypes.Structure):
 def prefer_latency() -> bool:
     """Give the calling thread short time slices. Returns whether the system took it.
 
-    Where every core computes, a thread that wakes waits for the slice of another to end, milliseconds each time. Since
-    Linux 6.12 one with a shorter slice interrupts at once (EEVDF; it gets no larger share). Older ones ignore it.
+    If every core computes, a thread that wakes waits for the slice of another to end, milliseconds each time. Since
+    Linux 6.12 a thread with a shorter slice interrupts at once (EEVDF; it gets no larger share). Older kernels ignore
+    the slice.
     """
     if _SYSCALL is None or platform.system() != "Linux":
         return False

@@ -1,4 +1,4 @@
-"""The times of steps that engines have learnt, kept over restarts in `node.state_dir`."""
+"""The step times that engines have learnt, kept over restarts in `node.state_dir`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LearntStepTimes:
         return [] if known is None else [known[term] for term in STEP_TIME_TERMS]
 
     def note(self, fingerprint: str, step_time_s: list[float]) -> None:
-        """Remember what an engine has learnt; an empty list is nothing."""
+        """Remember what an engine has learnt; ignore an empty list."""
         if not is_sound(step_time_s):
             return
         known = dict(zip(STEP_TIME_TERMS, step_time_s, strict=True))
@@ -51,7 +51,7 @@ class LearntStepTimes:
         """Write the file, if there is something new."""
         if self._path is None or self._is_saved:
             return
-        self._is_saved = True  # or tried: the next change tries again
+        self._is_saved = True  # even if it fails: the next change tries again
         content = msgspec.json.format(msgspec.json.encode(self._known), indent=1) + b"\n"
         await asyncio.to_thread(_write, self._path, content)
 
@@ -68,9 +68,9 @@ def is_sound(step_time_s: list[float]) -> bool:
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """Return a name for all that the time of a model's steps depends on: the model and the machine.
+    """Return a name for everything that the time of a model's steps depends on: the model and the machine.
 
-    Of the weights only their shapes count, which `config.json` says: others of the same shape take as long.
+    The values of weights do not matter, and `config.json` tells their shapes.
     """
     parts = [
         (Path(config.path) / "config.json").read_bytes(),
@@ -105,7 +105,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> _Known:
-    """Return the sound entries of a file; nothing, and a line in the log, for one that is none."""
+    """Return the sound entries of a file; none, with a line in the log, if the file cannot be read."""
     try:
         with path.open("rb") as file:
             known = msgspec.json.decode(file.read(_MAX_BYTES), type=_Known)

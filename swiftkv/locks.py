@@ -1,4 +1,4 @@
-"""Files and directories that are locked while the process that made them lives, so that others can tell."""
+"""Files and directories that are locked while their process lives, so that other processes can tell."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def is_still_at(path: Path, descriptor: int) -> bool:
 
 
 def is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether it is of that kind, belongs to this user, and nobody else may read or change it."""
+    """Return whether a file is of a kind, belongs to this user, and no other user may read or change it."""
     return is_kind(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def runtime_directories() -> list[Path]:
-    """Return where this user's nodes may leave files for each other, the best place first.
+    """Return the directories in which this user's nodes may leave files for each other, the best first.
 
-    Programs may differ in their environment: look in all of them.
+    Programs may have different environments, so a reader must look in all of them.
     """
     user = os.getuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -60,12 +60,12 @@ def make_private_directory(directory: Path) -> None:
 
 
 def remove_if_unlocked(path: Path) -> None:
-    """Remove a file or a directory of this user's, with all that is in it, unless its process still holds the lock.
+    """Remove a file or a directory of this user's, with its content, unless its process still holds the lock.
 
-    What another process has put in its place meanwhile stays.
+    If another process has replaced it meanwhile, the replacement stays.
     """
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # anybody may have put a pipe there
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # it may be a pipe of another user
     except OSError:  # another user's, or gone meanwhile
         return
     try:

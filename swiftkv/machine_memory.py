@@ -7,17 +7,17 @@ from pathlib import Path
 
 
 def machine_memory_bytes() -> int:
-    """Return the machine's memory."""
+    """Return the bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def allowed_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the machine's memory, or what the control groups that this process is in allow of it."""
+    """Return the bytes of the machine's memory, or the fewer that the control groups of this process allow."""
     return min([machine_memory_bytes(), *_limits_bytes(root)])
 
 
 def _limits_bytes(root: Path) -> list[int]:
-    """Return the limits of our control group and of those above it, as far as they can be seen."""
+    """Return the limits of our control group and of those above it, as far as they are visible."""
     groups = root / "sys/fs/cgroup"
     own = groups / _own_group(root).lstrip("/")
     texts = [_read(group / "memory.max") for group in (own, *own.parents) if group.is_relative_to(groups)]

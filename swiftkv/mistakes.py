@@ -1,4 +1,4 @@
-"""Turns what pydantic finds wrong in a file into lines that name the key and say what would be right."""
+"""Turns pydantic's errors about a file into lines that name the key and say what would be right."""
 
 from __future__ import annotations
 

@@ -88,13 +88,13 @@ class RunningModels:
             return plan.name
 
     async def remove(self, name: str, timeout_s: float, *, now: bool) -> None:
-        """End a model, when its requests in flight have ended; `timeout_s` and `now` are as those of `Sleeper.sleep`.
+        """End a model, when its requests in flight have ended; `timeout_s` and `now` are those of `Sleeper.sleep`.
 
-        What it lends is recalled before.
+        The memory that it lends is recalled first.
 
         Raises:
-            ApiError: 404 for no such model, 409 for one that has requests in flight for too long, for the only model,
-                and while models change.
+            ApiError: 404 for an unknown model, 409 for one that has requests in flight for too long, for the only
+                model, and while models change.
         """
         async with self._one_at_a_time():
             handle = self._table.get(name)
@@ -104,19 +104,19 @@ class RunningModels:
             if state.is_there or state is EngineState.ASLEEP:
                 await handle.sleeper.sleep(2, timeout_s, now=now)
             self._table.remove(name)
-            handle.client.status.drain()  # before anybody can wake it
+            handle.client.status.drain()  # before a client can wake it
             await self._ports.close_model(name)
             await self._end(self._fleet.members[name])
             self._say(f"{name}: removed")
 
     async def reload(self, name: str, timeout_s: float, *, now: bool) -> None:
-        """Serve a model from the files that are in its directory now; `timeout_s` and `now` are as those of `remove`.
+        """Serve a model from the current files in its directory; `timeout_s` and `now` are those of `remove`.
 
-        They are checked before the engine ends that serves: where that finds a mistake, the node is as it was.
+        The files are checked before the old engine ends; if they have a mistake, the node stays as it was.
 
         Raises:
-            ApiError: 400 for files that cannot take the place of the old ones, 404 for no such model, 409 for one that
-                does not serve or has requests in flight for too long, and while models change; 503 if it does not load.
+            ApiError: 400 for files that cannot replace the old ones, 404 for an unknown model, 409 for one that does
+                not serve or has requests in flight for too long, and while models change; 503 if it does not load.
         """
         async with self._one_at_a_time():
             handle, member = self._table.get(name), self._fleet.members[name]
@@ -131,7 +131,7 @@ class RunningModels:
             self._say(f"{name}: loaded anew")
 
     def _renewed(self, member: Member) -> list[ModelHandle]:
-        """Return the handle of a model with the files that are there now; raise `SwiftkvError` for unfit ones."""
+        """Return the handle of a model with its current files; raise `SwiftkvError` for unfit ones."""
         self._fleet.check_files(member.plan.name)
         return load_handles(self._fleet.config, [member], self._grammars, self._templates)
 
@@ -160,7 +160,7 @@ class RunningModels:
         self._table.add(handle)
 
     async def _end(self, member: Member) -> None:
-        """End the process of a model that nobody uses any more, and forget the model."""
+        """End the process of a model that is no longer used, and forget the model."""
         name = member.plan.name
         member.client.status.drain()
         if keeper := self._keepers.pop(name, None):
@@ -171,7 +171,7 @@ class RunningModels:
 
     @contextlib.asynccontextmanager
     async def _one_at_a_time(self) -> AsyncIterator[None]:
-        """Raise `ApiError` 409 where another change is being made."""
+        """Make a change; raise `ApiError` 409 if another one is in progress."""
         if self._changing.locked():
             raise ApiError(409, "another change of models is in progress", code="busy", retry_after_s=_BUSY_RETRY_S)
         async with self._changing:

@@ -1,4 +1,4 @@
-"""The section of one model in the YAML file: what it serves, on what, and with how much memory."""
+"""The section of one model in the YAML file."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _larger_blocks_on_gpus(cls, value: object) -> object:
-        """Give models on GPUs blocks of 64 tokens: so many keys the tensor memory accelerator fetches at once."""
+        """Give models on GPUs blocks of 64 tokens: the tensor memory accelerator fetches that many keys at once."""
         if not isinstance(value, dict) or not str(value.get("device", "cpu")).startswith("cuda"):
             return value
         kv_cache = value.get("kv_cache", {})
@@ -143,7 +143,7 @@ class ModelConfig(Section):
 
     @property
     def step_limit_s(self) -> float | None:
-        """The most seconds of a step with answers: `target_tpot`, or where the file names none, the device's default.
+        """The most seconds of a step with answers: `target_tpot`, or without it in the file, the device's default.
 
         On the CPU a full step of prompts takes seconds, in which no answer goes on; on a GPU it takes milliseconds.
         """

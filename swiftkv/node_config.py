@@ -51,7 +51,7 @@ def _read_node_lending(value: object) -> object:
 
 
 class NodeLendingConfig(Section):
-    """Lending between the models of this node; what a worker lends stands with the worker."""
+    """Lending between the models of this node; each worker's own section says what it lends."""
 
     enabled: Annotated[bool, BeforeValidator(_read_switch)] = Field(True, description="on or off")
     transport: Literal["auto", "shm", "peer", "p2p"] = Field("auto", description="auto, shm, peer or p2p")
@@ -113,14 +113,14 @@ class NodeConfig(Section):
     def api_key(self) -> str | None:
         """Return the key of the OpenAI routes, from the environment.
 
-        Raises `ConfigError` if it is named but not set, or short.
+        Raises `ConfigError` if it is named but not set, or too short.
         """
         return _key_in("api_key_env", self.api_key_env)
 
     def admin_key(self) -> str | None:
         """Return the configured key of `/admin`.
 
-        Raises `ConfigError` if it is named but not set, short, or also a key of the OpenAI routes.
+        Raises `ConfigError` if it is named but not set, too short, or also a key of the OpenAI routes.
         """
         key = _key_in("admin_key_env", self.admin_key_env)
         others = {self.api_key(): self.api_key_env}
@@ -141,7 +141,7 @@ class NodeConfig(Section):
     def tenant_keys(self) -> dict[str, TenantConfig]:
         """Return the tenants by their keys, which are in the environment.
 
-        Raises `ConfigError` for a key that is not set, or short, or another tenant's.
+        Raises `ConfigError` for a key that is not set, too short, or another tenant's.
         """
         tenants: dict[str, TenantConfig] = {}
         for i, tenant in enumerate(self.tenants):
@@ -157,7 +157,7 @@ class NodeConfig(Section):
         return tenants
 
     def check_access(self) -> None:
-        """Raise `ConfigError` if the keys are not right, or if others can reach the node and it has none."""
+        """Raise `ConfigError` if a key is not right, or if other machines can reach the node and it has no key."""
         self.admin_key()
         if not self.key_variables and not self.is_loopback and not self.allow_unauthenticated:
             raise ConfigError(
@@ -173,16 +173,16 @@ class NodeConfig(Section):
 
     @property
     def checked_hosts(self) -> tuple[str, ...] | None:
-        """The names that requests may be sent to beside this machine's own; `None` allows any.
+        """The host names, beside this machine's own, that requests may be sent to; `None` allows any.
 
-        A browser that is misled about a name sends no key, so where a key is asked for, the name may be any.
+        A browser that is misled about a name sends no key, so a node with keys allows any name.
         """
         is_keyless = not self.key_variables and self.is_loopback
         return self.allowed_hosts if is_keyless or self.allowed_hosts else None
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address means this machine, and nobody else can reach it there."""
+    """Return whether a host name or address means this machine and cannot be reached from others."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

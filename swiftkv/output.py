@@ -17,8 +17,8 @@ _EXIT_PATIENCE_S = 1.0
 class DetachedStream(io.TextIOBase):
     """A text stream that a thread of its own writes out.
 
-    Text is dropped where it cannot go: the reader of a pipe has gone or has stalled, the disk is full. The next line
-    that gets through says how much was lost.
+    Text that cannot be written is dropped, as when the reader of a pipe is gone or stalls, or the disk is full. The
+    next line that gets through says how much was lost.
     """
 
     def __init__(self, fd: int, patience_s: float) -> None:
@@ -51,7 +51,7 @@ class DetachedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait up to `patience_s` for the text to get out; after a wait in vain, not at all until some does."""
+        """Wait up to `patience_s` for the text to get out; after such a wait in vain, return at once until some does."""
         if self._patience_s and not self._has_stalled:
             self.drain(self._patience_s)
 
@@ -62,9 +62,9 @@ class DetachedStream(io.TextIOBase):
         self._has_stalled = not written.wait(timeout_s)
 
     def end(self) -> None:
-        """Give what was written a second to get out, and from now on wait for nothing.
+        """Wait up to a second for the text to get out, and from now on do not wait.
 
-        The interpreter flushes once more when its other threads do not run any more.
+        The interpreter flushes once more when its other threads no longer run.
         """
         self.drain(_EXIT_PATIENCE_S)
         self._patience_s = 0.0
@@ -85,7 +85,7 @@ class DetachedStream(io.TextIOBase):
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError:  # nobody reads it, or there is no room for it
+        except OSError:  # the reader is gone, or there is no room
             self._num_lost += 1
         else:
             self._num_lost -= num_lost
@@ -103,7 +103,7 @@ def detach_output(patience_s: float = 0.0) -> None:
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null for descriptors 0 to 2 that are closed. Call it before a socket gets such a number."""
+    """Open /dev/null for descriptors 0 to 2 if they are closed. Call it before a socket gets such a number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)

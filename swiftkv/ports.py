@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _CLOSE_TIMEOUT_S = 5
 _ACCEPTS_PER_ROUND = 16
-"""Connections to a port that one round of the event loop takes: it takes one from each descriptor of the socket."""
+"""The connections that one round of the event loop accepts: one for each descriptor of the socket."""
 
 
 class Ports:
-    """Serves HTTP on sockets that listen. What a port needs is imported when the first is served: it takes a while."""
+    """Serves HTTP on sockets that listen. Imports, which take a while, are made when the first port is served."""
 
     def __init__(self, settings: ServerSettings, metrics: GatewayMetrics, lending: NodeLending, tasks: Tasks) -> None:
         self._settings = settings
@@ -53,7 +53,7 @@ class Ports:
         self._serve(model.name, listening, app)
 
     def renew(self, model: ModelHandle) -> None:
-        """Let a model's own port, if it has one, serve what the model is now."""
+        """Have a model's own port, if it has one, serve the new handle of the model."""
         if model.name in self._tables:
             self._tables[model.name].add(model)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 WANTED_OPEN_FILES = 65536
-"""Every connection is an open file, and a shell allows 1024 of them."""
+"""The open files to allow: every connection is one, and a shell allows only 1024."""
 
 _SET_PDEATHSIG = 1  # prctl(2)
 _ARENA_MAX = -8  # mallopt(3)
@@ -40,9 +40,9 @@ def signal_name(number: int) -> str:
 def share_one_heap() -> None:
     """Have all threads of this process allocate from one heap, where the C library is glibc.
 
-    Else each of up to eight threads a core gets a heap of its own, and memory that one thread allocates and another
-    frees leaves holes in all of them: a process with many threads and short allocations grows for hours. The lock of
-    the one heap is hardly ever waited for, since each thread keeps small pieces in a cache of its own.
+    Otherwise each of up to eight threads a core gets a heap of its own, and memory that one thread allocates and
+    another frees leaves holes in all of them, so that a process with many threads and short allocations grows for
+    hours. Threads hardly ever wait for the lock of the one heap, because each keeps small pieces in a cache of its own.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -58,11 +58,11 @@ def die_with_parent() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    return os.getppid() == parent  # it may have ended before the call, and nobody will tell
+    return os.getppid() == parent  # it may have ended before the call, which sends no signal then
 
 
 def be_killed_first() -> None:
-    """Let the kernel prefer this process to its parent when memory runs out."""
+    """Have the kernel kill this process before its parent when memory runs out."""
     try:
         score = int(_OOM_SCORE_ADJ.read_text())
         _OOM_SCORE_ADJ.write_text(str(min(_MOST_EXPENDABLE, score + _MORE_EXPENDABLE)))
@@ -86,7 +86,7 @@ class ProcessVitals:
 
     is_stopped: bool
     cpu_s: float
-    """Processor time that all of its threads have used so far."""
+    """The processor time that all of its threads have used so far."""
 
 
 def read_vitals(pid: int) -> ProcessVitals | None:

@@ -1,4 +1,4 @@
-"""The delays before an engine that died is started again, and their number."""
+"""The number of an engine's restarts, and the delay before each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The table in which the engines of a node keep the accounts of the core time that they share: one for each node.
+"""The node's table in which its engines keep the accounts of the core time that they share.
 
-Only engines read and write it (`cpp_ext/cpu/shares.h`): the node makes it, gives each engine an account, and needs to
-do nothing when one of them dies.
+Only engines read and write it (`cpp_ext/cpu/shares.h`). The node makes it and gives each engine an account; when an
+engine dies, the node need not do anything.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class ShareTable:
     @classmethod
     def create(cls) -> Self:
         fd = os.memfd_create("swiftkv-shares", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _NUM_BYTES)  # all zeros: nobody is there
+        os.ftruncate(fd, _NUM_BYTES)  # all zeros: no account is open
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return cls(fd)
 
     def take_account(self) -> int | None:
-        """Return the number of an account that nobody has, or `None` if there is none left."""
+        """Return the number of a free account, or `None` if there is none left."""
         return self._free.pop(0) if self._free else None
 
     def give_back(self, account: int) -> None:
-        """Let another model have the account of one whose process has ended."""
+        """Free the account of a model whose process has ended."""
         self._free.append(account)
 
     def close(self) -> None:
-        """Close the descriptor. The memory goes with the last engine."""
+        """Close the descriptor. The memory is freed when the last engine ends."""
         os.close(self.fd)

@@ -16,10 +16,10 @@ from swiftkv.errors import ConfigError
 from swiftkv.locks import hold_lock, remove_if_unlocked
 
 BACKLOG = 2048
-"""Connections to one port that may wait to be accepted."""
+"""The most connections to one port that wait to be accepted."""
 
 LONGEST_TMPDIR = 60
-"""Characters of TMPDIR: with a name in it, a socket's path may have 107 bytes."""
+"""The most characters of TMPDIR: the whole path of a socket may have 107 bytes."""
 
 _IPC_PREFIX = "swiftkv-"
 
@@ -28,7 +28,7 @@ _IPC_PREFIX = "swiftkv-"
 def listen(config: Config) -> Iterator[list[socket.socket]]:
     """Take the node's port, then those of the models that have one, in order.
 
-    Raises `ConfigError`, and keeps none, if one is not to be had.
+    Raises `ConfigError`, and keeps none, if one cannot be had.
     """
     ports = [("node.port", config.node.port)]
     ports += [(f"models[{i}].endpoint.port", m.endpoint.port) for i, m in enumerate(config.models) if m.endpoint]
@@ -37,7 +37,7 @@ def listen(config: Config) -> Iterator[list[socket.socket]]:
 
 
 def listen_on(host: str, port: int, key: str) -> socket.socket:
-    """Return a socket that listens. Raises `ConfigError` about `key` if it is not to be had."""
+    """Return a socket that listens. Raises `ConfigError` about `key` if the port cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -53,9 +53,9 @@ def listen_on(host: str, port: int, key: str) -> socket.socket:
 def ipc_directory() -> Iterator[Path]:
     """Make a directory of mode 0700 for this node's sockets, and remove it when the node ends.
 
-    It is locked while in use; directories of nodes that were killed are not, and are removed here.
+    It is locked while in use; directories of killed nodes are not, and are removed here.
 
-    Raises `ConfigError` if there is no room for one, or no right to make it.
+    Raises `ConfigError` if it cannot be made.
     """
     try:
         directory, lock = _make_ipc_directory()

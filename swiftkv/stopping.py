@@ -1,4 +1,4 @@
-"""The mark of a node that is stopping, by which one that is started at the same port knows to wait for it."""
+"""The mark of a node that is stopping, so that a node started at the same port waits for it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LOOK_S = 0.05
 
 
 class StoppingMark:
-    """A context manager: a file named by a node's port, there from `set` until the node has given everything back.
+    """A context manager for a file named by a node's port, which exists from `set` until the node has freed everything.
 
-    It is locked, so that nobody waits for a node that was killed.
+    The file is locked, so that no node waits for one that was killed.
     """
 
     def __init__(self, port: int) -> None:
@@ -40,7 +40,7 @@ class StoppingMark:
             os.close(self._lock)
 
     def set(self) -> None:
-        """Write the file, unless it is written or there is no place for it."""
+        """Write the file, unless it is already written or no directory can hold it."""
         if self._file is not None or not self._port:
             return
         for directory in runtime_directories():
@@ -51,7 +51,7 @@ class StoppingMark:
 
 
 def wait_for_stopping(port: int, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Return once no node of this user that had `port` is stopping; `say` beforehand what is waited for, if one is.
+    """Wait until no node of this user that had `port` is stopping; if one is, `say` so first.
 
     Raises `ConfigError` after `timeout_s`.
     """
@@ -69,7 +69,7 @@ def wait_for_stopping(port: int, timeout_s: float, say: Callable[[str], None]) -
 
 
 def _write(file: Path) -> tuple[Path, int]:
-    """Put a locked file with the process id there, in place of what is left of another; return it and the lock."""
+    """Write a locked file with the process id, in place of any stale one; return it and the lock."""
     lock, name = tempfile.mkstemp(dir=file.parent)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -98,5 +98,5 @@ def _find_mark(port: int) -> Path | None:
 def _read(file: Path) -> str:
     try:
         return file.read_text().strip()
-    except OSError:  # it is gone in this moment
+    except OSError:  # it has just been removed
         return "of it"

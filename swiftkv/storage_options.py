@@ -1,4 +1,4 @@
-"""The options of storage backends, as the YAML file or a file that it names writes them."""
+"""The options of storage backends, in the YAML file or in a file that it names."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class MooncakeOptions(_Options):
 
 
 class DynamicOptions(_Options):
-    """A class of the user's that keeps bytes: `swiftkv.storage.backend.Medium`."""
+    """A user's class that keeps bytes: `swiftkv.storage.backend.Medium`."""
 
     backend: ClassVar[str] = "dynamic"
 
@@ -154,7 +154,7 @@ _BACKENDS: Mapping[str, type[StorageOptions]] = {
 
 
 def parse_storage(raw: object, key: str, directory: Path) -> StorageOptions:
-    """Check a backend's options, inline or from the file that `config` names; what stands inline wins.
+    """Check a backend's options, inline or from the file that `config` names; inline options win.
 
     Args:
         key: Where they stand in the YAML file, for messages.
@@ -179,7 +179,7 @@ def parse_storage(raw: object, key: str, directory: Path) -> StorageOptions:
         raise ConfigError("\n".join(f"{key}.{line}" for line in lines)) from None
     options._directory = directory
     if isinstance(options, FaultOptions):
-        inner_options(options, key)  # a mistake in there is told at the start, too
+        inner_options(options, key)  # reports mistakes in these at the start, too
     return options
 
 
@@ -189,7 +189,7 @@ def inner_options(options: FaultOptions, key: str = "storage") -> StorageOptions
 
 
 def read_options(path: object, key: str, directory: Path) -> dict[str, Any]:
-    """Return what a JSON, TOML or YAML file holds. Raises `ConfigError`."""
+    """Return the mapping in a JSON, TOML or YAML file. Raises `ConfigError`."""
     wanted = "the path of a .json, .toml, .yaml or .yml file"
     if not isinstance(path, str):
         raise ConfigError(f"{key}: {show(path)} is not {wanted}")

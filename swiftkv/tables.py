@@ -24,7 +24,7 @@ def plain_table(words: Iterable[str], figures: Iterable[str] = ()) -> Table:
 def console_for(view: RenderableType) -> Console:
     """Return a console on standard output that prints `view` with all its cells whole.
 
-    Where the terminal is too narrow for that, lines are longer than it: half a size or half a command misleads.
+    If the terminal is too narrow for that, lines are longer than it: half a size or half a command misleads.
     """
     console = Console(highlight=False)
     needed = Measurement.get(console, console.options.update(max_width=_WIDEST), view).maximum

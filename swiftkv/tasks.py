@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Long-lived tasks. One that raises, or that somebody else cancels, has failed, and with it the node.
+    """Long-lived tasks. A task that raises, or is cancelled by other code, has failed, and the node with it.
 
     Create it inside the event loop.
     """
@@ -23,7 +23,7 @@ class Tasks:
 
     @property
     def failure(self) -> asyncio.Future[None]:
-        """A future that is done when a task has failed, with the exception it raised."""
+        """A future that is done when a task has failed, with that task's exception."""
         return self._failure
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -33,7 +33,7 @@ class Tasks:
         return task
 
     async def end(self, task: asyncio.Task[None]) -> None:
-        """Cancel one of the tasks, which has not failed then."""
+        """Cancel one of the tasks, which does not count as a failure."""
         self._running.discard(task)
         task.cancel()
         await asyncio.wait({task})

@@ -1,4 +1,4 @@
-"""The `tiers` section of the YAML file: what becomes of KV that leaves the pool."""
+"""The `tiers` section of the YAML file: where KV that leaves the pool is kept."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class StorageConfig(Section):
 
     @property
     def backend(self) -> dict[str, Any]:
-        """The options of the backend, as they are written."""
+        """The options of the backend, as the file has them."""
         return dict(self.model_extra or {})
 
 
 class HostConfig(Section):
-    """Host memory below the pool, which engines with equal weights share: so many bytes from each rank."""
+    """Host memory below the pool, which engines with equal weights share: the bytes that each rank brings."""
 
     size: Size | None = Field(None, description=SIZE)
     ratio: Annotated[float, Field(gt=0.0, strict=False)] | None = Field(
@@ -74,7 +74,7 @@ def check_backends(sections: Mapping[str, TiersConfig | None], file: Path) -> No
 
 
 def why_not_below(tier: str, device: str, tensor_parallel_size: int, enable_prefix_caching: bool) -> Iterator[str]:
-    """Yield the reasons why a model cannot have a `tier` (host, storage) below its pool, and what would be right."""
+    """Yield the reasons why a model cannot have a `tier` (host, storage) below its pool, each with its remedy."""
     otherwise = f"or tiers: {{{tier}: off}} for this model"
     if device != "cpu":
         yield f"KV on a GPU ({device}) is not stored in this version; write device: cpu, {otherwise}"

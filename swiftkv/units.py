@@ -70,7 +70,7 @@ class PoolBytes(msgspec.Struct, frozen=True, tag="bytes"):
 
 
 class DeviceShare(msgspec.Struct, frozen=True, tag="share"):
-    """The part of a GPU that a whole engine takes: the pool is what weights and activations leave of it.
+    """The part of a GPU that a whole engine takes: the pool gets what weights and activations leave of it.
 
     Its bytes are known only once the engine has loaded its weights.
     """
@@ -114,7 +114,7 @@ class Budget:
     amount: Fraction | int
 
     def bytes_of(self, pool_bytes: int) -> int:
-        """Return the bytes of a pool of that size; more than the pool if that many are asked for."""
+        """Return the budget in bytes for a pool of `pool_bytes`; a budget in bytes may be more than the pool."""
         return self.amount if isinstance(self.amount, int) else int(self.amount * pool_bytes)
 
     def __str__(self) -> str:
@@ -152,6 +152,6 @@ def format_age(seconds: float) -> str:
 
 
 def loading_words(loaded_bytes: int, total_bytes: int, left_s: float | None) -> str:
-    """Return how much of its weights an engine has loaded, and when it is expected to have them all."""
+    """Return words for the loaded part of an engine's weights, and for the time that the rest is expected to take."""
     left = "" if left_s is None else f", {format_age(left_s)} left"
     return f"{format_size(loaded_bytes)} of {format_size(total_bytes)} of weights loaded{left}"

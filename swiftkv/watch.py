@@ -1,4 +1,4 @@
-"""Judge from outside whether an engine process goes on: by the page it shares, its process, and its coordinator."""
+"""Judge from outside whether an engine makes progress: by the page that it shares, its process, and its coordinator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _INTERVAL_S = 1.0
 _PING_INTERVAL_S = 10.0
 _NOTICEABLE_S = 5.0
 _SLOW_S = 10.0
-_BUSY = 0.2  # part of a processor
-_TIMES_THE_LONGEST = 3.0  # a round of the step loop may take so many times as long as any before it
+_BUSY = 0.2  # part of a core
+_TIMES_THE_LONGEST = 3.0  # a round of the step loop may take this many times as long as the longest before it
 
 
 @dataclass(frozen=True, slots=True)
 class _Interval:
-    """The time between two looks. Time in which the node itself did not run is not held against an engine."""
+    """The time between two looks. Time in which the node itself did not run does not count against an engine."""
 
     now_s: float
     elapsed_s: float
@@ -49,11 +49,11 @@ class _Clock:
 
 
 class EngineWatch:
-    """Watches one engine process, and tells its client what it sees.
+    """Watches one engine process, and reports its observations to the engine's client.
 
-    An engine is hung if it has something to do and shows no progress for `watchdog_s`, or for several times as long as
-    its longest step if that is more. Something to do is: a request, a step in progress, extents that its lenders have
-    recalled, a question to its coordinator.
+    An engine is hung if it has work and makes no progress for `watchdog_s`, or for several times as long as its longest
+    step if that is more. Work is a request, a step in progress, extents that its lenders have recalled, or a question to
+    its coordinator.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class EngineWatch:
 
     @property
     def is_unresponsive(self) -> bool:
-        """Whether other engines may be waiting for it in vain."""
+        """Whether other engines may be waiting for this one in vain."""
         return self._idle_s >= 2 * _INTERVAL_S or self._unanswered_s > 0
 
     async def until_hung(self, waits_for_others: Callable[[], bool]) -> str:
-        """Look every second or so, and return a reason once the step loop is hung. Waits for others do not count."""
+        """Look about every second, and return a reason once the step loop is hung. Waits for others do not count."""
         clock = _Clock(_INTERVAL_S if self._watchdog_s is None else min(_INTERVAL_S, self._watchdog_s / 8))
         while True:
             interval = await clock.tick()

@@ -109,7 +109,7 @@ class Transport(Protocol):
         """Return the pool that is attached as `link`, uint8 [nbytes], if this process can read it in place."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
-        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Mistakes in the runs are raised by `wait`."""
+        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. `wait` raises for mistakes in the runs."""
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until the job has ended.
@@ -146,4 +146,4 @@ class DeviceTransport(Transport, Protocol):
     """A transport whose `wait` makes a compute stream wait, so the host does not know when, nor for how long."""
 
     def take_exposures(self) -> Exposures:
-        """Return the waits that the stream has passed since the last call, in order; the latest few thousand at most."""
+        """Return the waits that the stream has passed since the last call, in order; at most a few thousand."""

@@ -175,7 +175,7 @@ class P2pTransport:
                 self._ended.notify_all()
 
     def _plan(self, runs: Runs | None, layer: int, direction: int) -> list[_Exchange]:
-        """Return the exchange with each link. Raises `TransferError`, before anything is sent, for runs out of bounds."""
+        """Return the exchange with each link. Raises `TransferError`, before any is begun, for runs out of bounds."""
         if runs is None:
             return []
         width, block = runs.width_bytes, runs.block_bytes

@@ -175,7 +175,7 @@ class PeerTransport:
         return np.array(rows, COPY_TIMING)
 
     def take_exposures(self) -> Exposures:
-        """Return the waits that the stream has passed since the last call, in order; the latest few thousand at most."""
+        """Return the waits that the stream has passed since the last call, in order; at most a few thousand."""
         rows = []
         while self._waits and self._waits[0][2].query():
             ticket, arrived, left = self._waits.popleft()

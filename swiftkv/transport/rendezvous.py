@@ -45,7 +45,7 @@ def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
 def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     """Return a gloo group over the loopback interface, as `rank` of `size` through `store`; no default group is made.
 
-    `timeout_s` bounds the time to connect and the wait of a collective. Raises `RuntimeError` if no other rank connects.
+    `timeout_s` bounds the time to connect and the wait of a collective. Raises `RuntimeError` if ranks do not connect.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no public argument for it
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs are out of date
