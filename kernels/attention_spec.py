@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256
-"""The sizes of heads, of keys and of values, that every implementation has."""
+"""The divisor and the maximum of head sizes, of keys and of values, that every implementation supports."""
 
 
 def is_head_dim(dim: int) -> bool:
-    """Return whether every implementation has heads of `dim`."""
+    """Return whether every implementation supports heads of `dim`."""
     return 0 < dim <= MAX_HEAD_DIM and dim % HEAD_DIM_MULTIPLE == 0
 
 
@@ -17,7 +17,7 @@ def is_head_dim(dim: int) -> bool:
 class AttentionSpec:
     """The heads of one KV group, as this rank computes them, and the blocks that hold their keys and values.
 
-    An implementation obeys every field, or raises `ValueError` for what it does not have.
+    An implementation obeys every field, or raises `ValueError` for a value that it does not support.
     """
 
     num_heads: int
@@ -25,8 +25,8 @@ class AttentionSpec:
     head_dim: int  # the size of a query and of a key
     block_size: int  # tokens per block
     scale: float  # multiplies query · key
-    window: int = 0  # tokens a query looks back on, itself included; 0: all of them
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
+    window: int = 0  # tokens that a query sees, itself included; 0: all of them
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: unchanged
     v_head_dim: int | None = None  # the size of a value and of a result; None: head_dim
 
     @property

@@ -12,5 +12,5 @@ def staged(layer_block: int) -> int:
 
 
 def layer_block_index(entries: Tensor, layer: int) -> Tensor:
-    """Return the layer blocks that entries name at `layer` of their KV group: `entry + layer`, or the one of staged."""
+    """Return the layer blocks that entries name at `layer` of their KV group: `entry + layer`, or the staged one."""
     return torch.where(entries < 0, ~entries, entries + layer)

@@ -12,10 +12,10 @@ from swiftkv.kernels.cpu_tensors import check
 
 
 def forbid_tokens(logits: Tensor, rows: npt.NDArray[np.int32], bits: npt.NDArray[np.uint32]) -> None:
-    """Give every token that a mask leaves out the logit minus infinity, in `logits` float32 [R, vocab].
+    """Set the logit of every token that a mask leaves out to minus infinity, in `logits` float32 [R, vocab].
 
     `rows` [M]; `bits` [M, ceil(vocab / 32)], the lowest bit for the first token of a word. Raises `ValueError` for
-    masks of other sizes, and for rows that are not there.
+    masks of other sizes, and for rows that do not exist.
     """
     num_rows, vocab_size = logits.shape
     check(logits, torch.float32, (num_rows, vocab_size), "logits")

@@ -1,8 +1,8 @@
 """The few calls of the CUDA runtime that torch does not offer: allocations of their own, IPC handles, 2-D copies.
 
 They act on torch's current device, in the context that torch uses, through the runtime library that torch has loaded.
-NVIDIA's `cuda.bindings` would be a package to keep at torch's version of CUDA, for seven functions. Addresses are plain
-integers. A handle can be opened only in another process than the one that made it.
+NVIDIA's `cuda.bindings`, for only seven functions, would have to be kept at torch's version of CUDA. Addresses are
+plain integers. A handle can only be opened in a process other than the one that made it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from swiftkv.arithmetic import ceil_div
 
 IPC_HANDLE_BYTES = 64
 
-_GRANULARITY_BYTES = 2 << 20  # the runtime cuts smaller allocations out of blocks that they share, also with peers
+_GRANULARITY_BYTES = 2 << 20  # smaller allocations share blocks of the runtime, which an IPC handle exposes as a whole
 
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
-_MEMCPY_DEFAULT = 4  # the runtime sees from the addresses where they lie
+_MEMCPY_DEFAULT = 4  # the runtime infers the direction from the addresses
 
 
 class CudaRuntimeError(RuntimeError):
@@ -44,9 +44,9 @@ class DeviceMemory:
             allocated = ceil_div(nbytes, _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(allocated))
             self.address = int(address.value or 0)
-            weakref.finalize(self, _free, self.address, device).atexit = False  # the driver frees what a process leaves
+            weakref.finalize(self, _free, self.address, device).atexit = False  # the driver frees it when a process ends
             _call("cudaMemset", address, 0, ctypes.c_size_t(nbytes))
-            torch.cuda.synchronize()  # torch's streams do not wait for the one that this ran on
+            torch.cuda.synchronize()  # torch's streams do not wait for the stream of this call
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -123,7 +123,7 @@ def _call(name: str, *arguments: object) -> None:
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """Return the library that torch has loaded already: dlopen finds it again by its name."""
+    """Return the library that torch has already loaded; dlopen finds it by its name."""
     assert torch.version.cuda is not None, "this torch has no CUDA"
     runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
     for name in ("cudaGetErrorName", "cudaGetErrorString"):

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """Memory is in bytes; `capability` is 90 for what NVIDIA calls 9.0."""
+    """The limits of a GPU. Memory is in bytes; `capability` is 90 for NVIDIA's 9.0."""
 
     capability: int
     num_sms: int
@@ -18,7 +18,7 @@ class DeviceLimits:
 
     @property
     def shared_bytes(self) -> int:
-        """The most that one program can have: each takes 1 KiB more than it asks for."""
+        """The most shared memory that one program can ask for: each takes 1 KiB more."""
         return self.shared_bytes_per_sm - 1024
 
     @property
@@ -27,11 +27,11 @@ class DeviceLimits:
 
     @property
     def multiplies_from_shared_memory(self) -> bool:
-        """Whether matrix products take their operands from there, not from registers: Hopper, large Blackwells."""
+        """Whether matrix products read shared memory, not registers: on Hopper and large Blackwells."""
         return 90 <= self.capability < 120
 
     def programs_per_sm(self, shared_bytes: int, most: int) -> int:
-        """Return how many programs of so much shared memory run on a multiprocessor, at most `most`, at least one."""
+        """Return how many programs with `shared_bytes` each run on a multiprocessor, at least 1 and at most `most`."""
         return max(1, min(most, self.shared_bytes_per_sm // (shared_bytes + 1024)))
 
 
@@ -43,7 +43,7 @@ RTX_5090 = DeviceLimits(120, 170, 100 << 10)
 
 @cache
 def limits_of(device: torch.device) -> DeviceLimits:
-    """Return an H100's limits where there is no GPU, so that the interpreter checks the schedule that runs there."""
+    """Return the limits of `device`; without a GPU an H100's, so that the interpreter checks the schedule of one."""
     if device.type != "cuda":
         return H100
     found = torch.cuda.get_device_properties(device)

@@ -19,7 +19,7 @@ INTERPRET_VARIABLE = "TRITON_INTERPRET"
 def select_ops(device: torch.device | str) -> AnyOps:
     """Return the fastest kernels that `device` and this machine can run, unless the environment names others.
 
-    Raises `ConfigError` if it names what cannot be.
+    Raises `ConfigError` if it names kernels that cannot be used.
     """
     device = torch.device(device)
     wanted = os.environ.get(OPS_VARIABLE, "")

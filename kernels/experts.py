@@ -102,4 +102,4 @@ class PackedExperts(Protocol):
     def nbytes(self) -> int: ...
     @property
     def tokens_per_expert(self) -> Tensor:
-        """How often each expert was chosen since it was packed: int64 [num_experts], where the kernels run."""
+        """The number of times that each expert was chosen: int64 [num_experts], on the device of the kernels."""

@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return `array` as it is now, on `device`."""
+    """Return a copy of `array`, with its current content, on `device`."""
     return _staged(array, device).to(device, non_blocking=True)
 
 
 def write(array: npt.NDArray[Any], target: Tensor) -> None:
-    """Copy `array` [N] as it is now into the first N elements of `target`."""
+    """Copy the current content of `array` [N] to the first N elements of `target`."""
     target[: len(array)].copy_(_staged(array, target.device), non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the host, valid once its device has come so far."""
+    """Return `tensor` on the host, valid once its device has done everything launched so far."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,6 +1,6 @@
-"""The kernels as models see them: what each function computes is written down here, and a kind of kernels is a module.
+"""The interface of the kernels: it says what each function computes, and each kind of kernels is a module.
 
-Every model speaks to `Ops` alone. `kernels.cpu`, `kernels.triton_ops` and `kernels.reference` each have all of it.
+Models use `Ops` alone. `kernels.cpu`, `kernels.triton_ops` and `kernels.reference` each implement all of it.
 Imports no torch, so that a model's file can be read without it.
 
 Sizes in shapes: T tokens of a step, M rows, K inputs and N outputs of a linear layer. Activations are contiguous
@@ -51,7 +51,7 @@ class PackedMlp(Generic[Packed]):
 
 
 class Ops(Protocol[Packed, Experts, Batch]):
-    """One kind of kernels. Only it looks into its packed weights and experts, and into the `Batch` that it prepares."""
+    """One kind of kernels. Its packed weights and experts, and the `Batch` that it prepares, are opaque to others."""
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class Ops(Protocol[Packed, Experts, Batch]):
     ) -> Packed:
         """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs.
 
-        `interleave` is for (gate, up) of equal size: a gated MLP needs it and nothing else takes it.
+        `interleave` is for (gate, up) of equal size: a gated MLP needs it, and no other layer may have it.
         """
 
     def linear(self, x: Tensor, w: Packed) -> Tensor:
@@ -77,8 +77,8 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [M, K] / sqrt(mean(x^2) + eps) times weight [K].
 
-        A weight of the dtype of `x` takes part as in Llama: quotient and product are both rounded to the dtype. One in
-        float32, where the dtype is another, takes part as in Gemma: only the product is rounded. So do all norms below.
+        With a weight of the dtype of `x`, quotient and product are both rounded to the dtype, as in Llama. With a
+        float32 weight and another dtype of `x`, only the product is rounded, as in Gemma. So do all norms below.
         """
 
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
@@ -100,7 +100,7 @@ class Ops(Protocol[Packed, Experts, Batch]):
         """Choose experts for each token by logits float32 [T, num_experts]; `select_bias` is float32 [num_experts]."""
 
     def pack_experts(self, layer: ExpertLayer) -> Experts:
-        """Pack a layer's experts, one after the other, where their weights are."""
+        """Pack a layer's experts, one after the other, on the device of their weights."""
 
     def add_experts(self, x: Tensor, choices: Choices, experts: Experts, residual: Tensor) -> None:
         """Add the weighted sum of each token's experts to `residual` [T, hidden_size] in place.
@@ -163,9 +163,9 @@ class Ops(Protocol[Packed, Experts, Batch]):
 
         Call after `rope_write_kv` of the same layer. Chunks of prompts and single tokens may be mixed. `sinks`
         [num_heads] are each head's score for one further key that every query sees and whose value is zero; they are
-        neither scaled nor capped. Raises `ValueError` for what this kind of kernels does not have.
+        neither scaled nor capped. Raises `ValueError` for anything that this kind of kernels does not support.
         """
 
 
 AnyOps = Ops[Any, Any, Any]
-"""Some kind of kernels, for code that only passes their packed weights, experts and batches on."""
+"""Any kind of kernels, for code that only passes their packed weights, experts and batches on."""

@@ -56,7 +56,7 @@ def set_num_threads(n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer `[out_features, in_features]`; gate rows precede up rows if it is of a gated MLP."""
+    """A linear layer `[out_features, in_features]`; in a gated MLP, gate rows precede up rows."""
 
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
@@ -82,7 +82,7 @@ class PackedLinear:
 def pack_linear(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
 ) -> PackedLinear:
-    """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs, where the weights are.
+    """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs, on the weights' device.
 
     Raises `ValueError` if the weights differ in K or dtype, or gate and up in size.
     """
@@ -120,9 +120,9 @@ def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x [..., K] / sqrt(mean(x^2) + eps) times weight [K], rounded before it and after, or after it alone.
+    """Return x [..., K] / sqrt(mean(x^2) + eps) times weight [K].
 
-    The latter if weight is float32 and x is not (`Ops.rms_norm`).
+    Rounds before and after the product; only after it if weight is float32 and x is not (`Ops.rms_norm`).
     """
     wide = x.to(_accumulator(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -176,7 +176,7 @@ def prepare_batch(
     *,
     device: torch.device | str | None = None,
 ) -> AttentionBatch:
-    """Prepare a step's attention as `Ops.prepare_batch` says, on `device` or else where the arguments are."""
+    """Prepare a step's attention as `Ops.prepare_batch` says, on `device` or, without it, where the arguments are."""
     positions, block_table, table_starts = positions.long(), block_table.long(), table_starts.long()
     sequence = torch.repeat_interleave(query_starts.long().diff())  # [T]
     starts = table_starts.tolist()
@@ -226,7 +226,7 @@ def attention(
     for s, (context_len, entries) in enumerate(zip(batch.context_lens, batch.entries, strict=True)):
         rows = slice(batch.query_starts[s], batch.query_starts[s + 1])
         query_positions = batch.positions[rows]
-        # Blocks that no query looks back on may be gone.
+        # Blocks that no query sees may be gone.
         first_block = int((query_positions[0] + 1 - spec.window).clamp(min=0)) // spec.block_size if spec.window else 0
         index = layer_block_index(entries[first_block:], layer)
         key_positions = torch.arange(first_block * spec.block_size, context_len, device=qkv.device)

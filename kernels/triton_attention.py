@@ -3,7 +3,7 @@
 KV lies as `kernels/triton_layout.py` says. The heads that share a kv head are the rows of one matrix, so keys and
 values are read once for all of them. The keys of a single token, or of a short prompt after a long history, are split
 between several programs, and the results of these added up. Unlike the CPU's, results depend in their last bit on the
-other sequences of a step: those decide how keys are split.
+other sequences of a step, which decide how keys are split.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _decode(
 
 
 def _partials(qkv: Tensor, spec: AttentionSpec, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return room for results of parts of the keys, and for the logarithms of their sums of weights."""
+    """Return buffers for the results of parts of the keys, and for the logarithms of their sums of weights."""
     out = torch.empty((num_rows, spec.value_head_dim), dtype=torch.float32, device=qkv.device)
     return out, torch.empty(num_rows, dtype=torch.float32, device=qkv.device)
 
@@ -157,7 +157,7 @@ def _constants(spec: AttentionSpec, tiling: Tiling) -> dict[str, int | None]:
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
         "maxnreg": tiling.max_registers,
-        "enable_fp_fusion": True,  # Triton 3.10 no longer fuses unless it is told to
+        "enable_fp_fusion": True,  # Triton 3.10 no longer fuses by default
     }
 
 

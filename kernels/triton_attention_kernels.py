@@ -85,7 +85,7 @@ def prefill_kernel(
 
     weighted = tl.zeros([ROWS, PADDED_VALUE_DIM], dtype=tl.float32)
     row_sum = tl.zeros([ROWS], dtype=tl.float32)
-    row_max = tl.full([ROWS], -1.0e30, dtype=tl.float32)  # not -inf, of which two have no difference
+    row_max = tl.full([ROWS], -1.0e30, dtype=tl.float32)  # not -inf: -inf minus -inf is NaN
     if WINDOW:
         weighted, row_sum, row_max = _attend(
             weighted, row_sum, row_max, q, query_positions, begin_part, tl.minimum(full_begin, end), first_key, end_key,
@@ -107,7 +107,7 @@ def prefill_kernel(
     if partial < 0:
         if sinks is not None:
             weighted, row_sum = _add_sinks(weighted, row_sum, row_max, tl.load(sinks + heads).to(tl.float32))
-        result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # 0 in rows that are not there
+        result = weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # 0 in absent rows
         out_offsets = tokens * (NUM_HEADS * VALUE_DIM) + heads * VALUE_DIM
         tl.store(out + out_offsets[:, None] + value_dims, result.to(out.dtype.element_ty), mask=present)
     else:
@@ -142,7 +142,7 @@ def decode_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ) -> None:
-    """Compute one split of one sequence's keys for the heads of one kv head: the result itself if there is no other."""
+    """Compute one split of one sequence's keys for the heads of one kv head; the only split gives the result itself."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -381,7 +381,7 @@ def _load_rows(
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Return [rows, dims] with zeros where nothing is, not garbage: zero times NaN is NaN."""
+    """Return [rows, dims] with zeros in absent rows, not garbage: zero times NaN is NaN."""
     pointers = kv + offsets[:, None] + dims[None, :]
     if MASKED:
         return tl.load(pointers, mask=exists[:, None] & (dims < DIM)[None, :], other=0.0)

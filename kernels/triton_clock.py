@@ -1,4 +1,4 @@
-"""The time on the device, where no event can be asked for it: within a CUDA graph, whose events are not timed."""
+"""The time on the device, for use within a CUDA graph, whose events are not timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton.language.extra.cuda import globaltimer
 
 
 def stamp(times: Tensor, index: int) -> None:
-    """Write the time in nanoseconds to `times[index]`, int64 and flat, when the current stream has come so far.
+    """Write the time in nanoseconds to `times[index]`, int64 and flat, when the current stream reaches this point.
 
     All streams of a device have one clock; it advances in steps of up to a microsecond, and differs from the host's.
     Without a GPU it is the host's.

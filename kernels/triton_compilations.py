@@ -1,4 +1,4 @@
-"""Tells of kernels that Triton compiles when it is too late: a compilation takes seconds, and a whole engine waits."""
+"""Warns of kernels that Triton compiles too late: a compilation takes seconds, for which a whole engine waits."""
 
 from __future__ import annotations
 

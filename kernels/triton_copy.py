@@ -1,11 +1,11 @@
 """Moves layer blocks between our own pool and peers' pools: every run of a layer in one launch.
 
-Which blocks move in a step is the same for all layers, so the list of them is made once per step, on the host and for
-whole arrays at a time (`flatten_runs`), and goes to the device once, beside other lists or alone (`pack_lists`). A
-launch names its list and adds the layer. How long the list is, it finds there: a CUDA graph replays the same launch for
+The same blocks move in all layers of a step, so their list is made once per step, on the host and for whole arrays at a
+time (`flatten_runs`), and goes to the device once, alone or with other lists (`pack_lists`). A launch names its list
+and adds the layer. It reads the length of the list on the device, because a CUDA graph replays the same launch for
 another step's list. The addresses of peers are kept as distances from our own pool, whatever allocation they belong to,
-so that runs of several links share the launch, and every address is a multiple of 16 bytes by construction: a thread
-moves 16 at a time.
+so that runs of several links share the launch. Every address is a multiple of 16 bytes by construction: a thread moves
+16 at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def flatten_runs(runs: Int64Array, width_bytes: int, block_bytes: int, peer_dist
     peer's side; on ours too, or packed layer blocks of `width_bytes` if staged. `peer_distances[link]` is the address
     of that peer's pool minus ours, in bytes.
 
-    Raises `KeyError` for a link without a distance, `ValueError` for what is not a multiple of `VECTOR_BYTES`.
+    Raises `KeyError` for a link without a distance, `ValueError` for a number that `VECTOR_BYTES` does not divide.
     """
     links, peer_offsets, local_offsets, counts, staged = runs.T
     starts = np.zeros(len(runs), np.int64)
@@ -112,7 +112,7 @@ def move_blocks(
 
 
 def _tile_bytes(width_bytes: int) -> int:
-    """Return the largest power of two that divides `width_bytes`, where it is large enough to keep a program busy."""
+    """Return the bytes of a tile: the largest power of two that divides `width_bytes`, if it keeps a program busy."""
     divisor = width_bytes & -width_bytes
     if divisor >= 4 << 10:
         return min(divisor, _MAX_TILE_BYTES)
@@ -121,7 +121,7 @@ def _tile_bytes(width_bytes: int) -> int:
 
 @cache
 def _programs_at_once(device: torch.device, num_warps: int) -> int:
-    """Return how many programs of `num_warps` warps the device holds; two in the interpreter, for it has no device."""
+    """Return how many programs of `num_warps` warps the device holds at once; two in the interpreter."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * (_WARPS_PER_SM // num_warps)

@@ -79,9 +79,9 @@ def rope_write_kv(
     pool: Tensor,
     layer: int,
 ) -> None:
-    """Normalise and rotate q in place and k on its way, and write k and v to the sequences' layer blocks.
+    """Normalise and rotate q (in place) and k, and write k and v to the sequences' layer blocks.
 
-    qkv `[T, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]`, of which k and v keep what was there;
+    qkv `[T, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]`, in which k and v stay unchanged;
     cos_sin float32 `[max_len, rotary_dim]`: cosines, then sines; the first `rotary_dim` dimensions of q and k are
     turned, one half against the other; q_norm and k_norm `[head_dim]` for a norm of each head, or None for both;
     pool uint8, flat, from the group's first byte on. Rounds to the dtype where transformers does: cosines and sines,

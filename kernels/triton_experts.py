@@ -17,7 +17,7 @@ from swiftkv.kernels.experts import Choices, GatedActivation
 from swiftkv.kernels.reference_experts import PackedExperts
 from swiftkv.kernels.triton_elementwise import gated_activation
 
-_ROWS = 64  # rows of a tile: the fewest that an H100's matrix units take at full speed, and one tile for decoding too
+_ROWS = 64  # rows of a tile: the fewest that an H100's matrix units take at full speed, also used for decoding
 _COLUMNS = 64
 _INNER = 64
 _COMBINED_TILE = 1024
@@ -25,7 +25,7 @@ _COMBINED_TILE = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Rows, which are choices of tokens, by expert: each expert's begin a tile of their own."""
+    """Rows, one for each choice of a token, sorted by expert; each expert's rows begin a new tile."""
 
     expert: Tensor  # int32 [num_tiles], or -1 where no tile is needed
     choice: Tensor  # int32 [num_tiles * _ROWS], token * top_k + place, or -1

@@ -1,9 +1,9 @@
 """The layout of keys and values in a pool that the Triton kernels read and write.
 
 A layer block holds `block_size` tokens of one layer, in the model's dtype: keys `[num_kv_heads, block_size, head_dim]`,
-then values `[num_kv_heads, block_size, v_head_dim]`. What one head of a block needs is contiguous, so a tile of keys is
-a few long runs of bytes, and with blocks of 64 tokens and more a rectangle that the tensor memory accelerator can fetch
-by itself.
+then values `[num_kv_heads, block_size, v_head_dim]`. The keys of one head in a block are contiguous, and so are its
+values. So a tile of keys is a few long runs of bytes, and with blocks of 64 tokens and more a rectangle that the tensor
+memory accelerator can fetch by itself.
 
 The helpers take and return numbers of elements, 64 bits wide: pools are larger than 2^31 elements.
 """
@@ -46,7 +46,7 @@ def layer_block_offset(
 
 @triton.jit
 def key_offset(head: tl.tensor, offset: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
-    """Return where in a layer block kv head `head`'s key of the token at `offset` (position % block_size) begins."""
+    """Return where in a layer block the key of kv head `head` for the token at `offset` (position % block_size) begins."""
     return (head * BLOCK_SIZE + offset) * HEAD_DIM
 
 
@@ -59,7 +59,7 @@ def value_offset(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Return where in a layer block kv head `head`'s value of the token at `offset` begins."""
+    """Return where in a layer block the value of kv head `head` for the token at `offset` begins."""
     return NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + (head * BLOCK_SIZE + offset) * VALUE_DIM
 
 

@@ -2,8 +2,8 @@
 
 One pass over the logits keeps the maximum and the sum of every run. The runs with the largest maxima then hold all the
 tokens above some logit, so that most questions about the largest logits read few of them again. An edge (the logit from
-which on there are so many tokens, or so much weight) is found by quartering the range of the logits' bits, which order
-as the logits do.
+which on there are a given number of tokens, or a given weight) is found by quartering the range of the logits' bits,
+which order as the logits do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 RUN_TOKENS = 64
-"""Tokens that share a maximum and a sum."""
+"""The number of tokens that share a maximum and a sum."""
 
 LOWEST_KEY = tl.constexpr(-2139095041)
 """The key of minus infinity."""
@@ -73,7 +73,7 @@ def load_runs(
     return tl.load(logits + tokens, mask=mask, other=float("-inf")), tokens, mask
 
 
-# What begins at any row of a larger tensor is not compiled anew for each 16-byte alignment: nothing is gained by it.
+# Arguments that may begin at any row of a larger tensor are not specialised on 16-byte alignment, which gains nothing.
 @triton.jit(do_not_specialize_on_alignment=["slots", "maxima", "sums"])
 def _statistics(
     logits: tl.tensor,
@@ -91,7 +91,7 @@ def _statistics(
     runs = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = runs < num_runs
     x, _, _ = load_runs(logits + row * stride, runs, mask, vocab_size, RUN)
-    x = tl.where(x == x, x, float("inf"))  # NaN: the maximum is to show it
+    x = tl.where(x == x, x, float("inf"))  # NaN becomes infinity, so that the maximum shows it
     largest = tl.max(x, axis=1)
     scale = 1.0
     if slots is not None:
@@ -134,7 +134,7 @@ def list_largest_runs(
 
 @triton.jit
 def list_all_runs(listed: tl.tensor, num_runs: tl.tensor, ALL_RUNS: tl.constexpr) -> None:
-    tl.debug_barrier()  # everybody has read what stood there
+    tl.debug_barrier()  # all threads have read the old content
     runs = tl.arange(0, ALL_RUNS)
     tl.store(listed + runs, runs, mask=runs < num_runs)
     tl.debug_barrier()
@@ -205,7 +205,7 @@ def find_edge(
     RUN: tl.constexpr,
     BY_WEIGHT: tl.constexpr,
 ) -> tl.tensor:
-    """Return the largest key in [low, high) from which on there is as much as `target` (`measure`), or low; int64."""
+    """Return the largest key in [low, high) from which on `measure` gives at least `target`, or low; int64."""
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         first, second, third = low + step, low + 2 * step, low + 3 * step

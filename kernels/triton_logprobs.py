@@ -79,7 +79,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
 
 
 def _top_tile(num_top: int) -> int:
-    """Return the smallest of `TOP_TILES` that holds `num_top`, or what does beyond them."""
+    """Return the smallest of `TOP_TILES` that holds `num_top`, or beyond them a size that does."""
     return next((tile for tile in TOP_TILES if tile >= num_top), int(triton.next_power_of_2(num_top)))
 
 

@@ -1,8 +1,8 @@
-"""The `Ops` of GPUs: torch's matrix products (cuBLAS), and Triton kernels for all that lies between.
+"""The `Ops` of GPUs: torch's matrix products (cuBLAS), and Triton kernels for everything between.
 
 Activations are contiguous CUDA tensors of the weights' dtype, bfloat16 or float16. Results differ from those of
-`kernels/reference.py` where a matrix product's result is stored before the next stage takes it up: it is
-rounded to the dtype there, as transformers' models round it.
+`kernels/reference.py` where a matrix product is stored before the next stage reads it: then it is rounded to the dtype,
+as in transformers' models.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _ROWS_TILE = 128
 
 
 def forbid_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Give every token that a mask leaves out the logit minus infinity, in `logits` float32 `[R, vocab]`.
+    """Set the logit of every token that a mask leaves out to minus infinity, in `logits` float32 `[R, vocab]`.
 
     `rows` int32 `[M]`, none twice; `bits` int32 `[M, ceil(vocab / 32)]`, the lowest bit for the first token of a word.
     """
@@ -30,10 +30,11 @@ def forbid_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 def edit_logits(
     logits: Tensor, rows: Tensor, token_ids: Tensor, biases: Tensor, min_positions: Tensor, positions: Tensor
 ) -> None:
-    """Edit `logits` float32 `[R, vocab]` in place, a logit each: logit bias, and stop tokens that come too early.
+    """Edit `logits` float32 `[R, vocab]` in place, one logit per edit: logit bias, and stop tokens that come too early.
 
-    `rows` int32 `[E]`, `token_ids` int32 `[E]`: no pair twice. `biases` float32 `[E]` are added; below `min_positions`
-    int32 `[E]` (0 where it is no stop token) of `positions` int32 `[R]` the token is forbidden.
+    `rows` int32 `[E]`, `token_ids` int32 `[E]`: no pair twice. `biases` float32 `[E]` are added. A token is forbidden
+    while the row's position, `positions` int32 `[R]`, is below `min_positions` int32 `[E]` (0 for other than stop
+    tokens).
     """
     if len(rows):
         grid = (triton.cdiv(len(rows), _ROWS_TILE),)

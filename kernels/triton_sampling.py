@@ -6,10 +6,10 @@ at the number in [0, 1) that (seed, position) alone decides, from the kept token
 logits the CPU's sampler and this one draw the same token, rounding at the edges apart.
 
 One pass over the logits keeps the maximum and the sum of every run of 64 tokens. One program per row does the rest from
-these, and reads few logits again: the runs with the largest maxima hold all the tokens above some logit. Where those
-decide (a top_k to 64, a nucleus of that size and usually one far larger), edges are searched among them, elsewhere in
-the whole row: a logit's bits order as the logit does, so an edge is found by quartering the range of the bits. A row's
-outcome depends on nothing but the row, bit for bit.
+these, and reads few logits again: the runs with the largest maxima hold all the tokens above some logit. If those
+suffice (for a top_k up to 64, for a nucleus of that size and usually for one far larger), edges are searched among
+them, otherwise in the whole row: a logit's bits order as the logit does, so an edge is found by quartering the range of
+the bits. A row's outcome depends only on the row, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swiftkv.kernels.triton_logits import (
 )
 
 RUNS_TILE = 128
-"""Runs that a program holds at a time."""
+"""The number of runs that a program holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class SlotParams:
     top_p: Tensor  # float64, 1: all
     min_p: Tensor  # float32, 0: all
     seeds: Tensor  # int64: the seed's 64 bits
-    is_penalised: Tensor  # bool; where not, the penalties mean nothing
+    is_penalised: Tensor  # bool; if false, the penalties mean nothing
     presence: Tensor  # float32
     frequency: Tensor  # float32
     repetition: Tensor  # float32
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> SlotParams:
-        """Return parameters with which every slot is greedy."""
+        """Return parameters by which every slot is greedy."""
 
         def full(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)
@@ -82,7 +82,7 @@ class Draw:
 def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor) -> Draw:
     """Draw one token per row of `logits` float32 `[R, vocab]`, for the requests in `slots` int32 `[R]`.
 
-    `positions` int32 `[R]` are those that the sampled tokens will have. Two launches.
+    `positions` int32 `[R]` are those of the sampled tokens. Takes two launches.
     """
     num_rows, vocab_size = logits.shape
     draw = Draw(
@@ -120,7 +120,7 @@ def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor)
 
 @triton.jit
 def _first_above(weights: tl.tensor, target: tl.tensor, N: tl.constexpr) -> tl.tensor:
-    """Return where the running sum of `weights` [N] passes `target`, or ends, and what is left of `target` there."""
+    """Return where the running sum of `weights` [N] passes `target`, or ends, and the rest of `target` there."""
     index = tl.arange(0, N)
     running = tl.cumsum(weights, 0)
     last = tl.min(tl.where(running == tl.max(running), index, N))
@@ -170,7 +170,7 @@ def _draw(
     is_filtered = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
     if is_filtered:
         num_listed, edge = list_largest_runs(maxima, listed, num_runs, ALL_RUNS, TILE)
-        # Does what is listed decide? It has all tokens from `edge` on.
+        # Do the listed runs suffice? They have all tokens from `edge` on.
         if top_k < vocab_size:
             listed_tokens = measure(
                 logits, listed, num_listed, vocab_size, edge, largest, scale, min_p, TILE, RUN, False

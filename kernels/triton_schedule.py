@@ -1,12 +1,13 @@
 """The work list of one step's attention on a GPU, made on the host from the scheduler's arrays.
 
-Two kinds of work. A sequence with many new tokens is cut into tiles of queries, and where these are too few to fill the
-GPU, because a short prompt follows a long history, each tile into parts of its keys. A sequence with one new token is
-cut into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short ones do. A
-sequence with a few new tokens, such as a token and the draft behind it, is as many sequences of one new token that
-share their entries of the table: a CUDA graph of a decode step holds it, and caches keep what the first of them reads
-for the others. All lists are made by the host, once per step and KV group, and reach the device together with the block
-table in a single copy, so nothing here waits for the device, and the grids of the kernels follow from shapes alone.
+There are two kinds of work. A sequence with many new tokens is cut into tiles of queries; if these are too few to fill
+the GPU, because a short prompt follows a long history, each tile is cut into parts of its keys. A sequence with one new
+token is cut into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short
+ones do. A sequence with a few new tokens, such as a token and its draft, becomes that many sequences of one new token,
+which share their entries of the table: a CUDA graph of a decode step holds it, and keys that the first of them reads
+stay in the caches for the others. The host makes all lists, once per step and KV group, and copies them to the device
+together with the block table at once. So nothing here waits for the device, and the grids of the kernels follow from
+shapes alone.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from swiftkv.kernels.triton_layout import NO_BLOCK
 
 _Int32Array = npt.NDArray[np.int32]
 
-_ALIGNMENT = 4  # of the arrays within their one buffer, in int32: 16 bytes, as Triton's fastest loads want
+_ALIGNMENT = 4  # of the arrays within their one buffer, in int32: 16 bytes, for Triton's fastest loads
 _DECODE_PROGRAMS_PER_SM = 3  # with 64 KiB of keys and values in flight each; more would be slower
-_ROUNDS = 4  # rounds of decoding where not all programs run at once: short ones leave no long tail
+_ROUNDS = 4  # rounds of decoding if not all programs run at once: short ones leave no long tail
 _MIN_SPLIT_TILES = 2  # tiles of keys: a shorter split costs more to combine than it saves
 _MIN_PART_TILES = 4  # tiles of keys: a part's result is as many bytes as one tile of keys and values
 _PART_ROUNDS = 2  # rounds of parts: prompts of different lengths then end at about the same time
 
 MAX_DECODE_TOKENS = 8
-"""New tokens of a sequence up to which each is computed as a sequence of its own. Not measured on a GPU yet."""
+"""The most new tokens of a sequence of which each is computed as a sequence of its own. Not measured on a GPU yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,15 @@ class Tiling:
     num_warps: int
     num_stages: int
     by_rectangles: bool = False  # whether the tensor memory accelerator fetches tiles of keys, each part of one block
-    max_registers: int | None = None  # per thread, for the sake of more programs on an SM
+    max_registers: int | None = None  # per thread; a limit allows more programs on an SM
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """The schedule of a step's attention; int32 tensors, all views of `buffer`.
 
-    A program of a kernel finds all it has to know in one row of `tiles` or `splits`, so that it waits for memory once
-    before it can ask for the table. Rows that a step does not need hold sequence -1.
+    A program of a kernel finds everything in one row of `tiles` or `splits`, so that it waits for memory only once
+    before it can read the table. Rows that a step does not need hold sequence -1.
     """
 
     buffer: Tensor
@@ -70,7 +71,7 @@ class AttentionBatch:
     prefill: Tiling
     decode: Tiling
     num_parts: int  # all parts of tiles whose keys are divided
-    max_splits: int  # the most of one sequence: with more than 1, results have to be combined
+    max_splits: int  # the most splits of one sequence: with more than 1, results have to be combined
 
 
 TILE_FIELDS = 9
@@ -86,11 +87,11 @@ batch, whether it is the sequence's only one."""
 def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
     """Choose two warpgroups of 64 rows each, the tile of one `wgmma`: one's softmax hides behind the other's product.
 
-    Raises `ValueError` for heads that there is no tile for.
+    Raises `ValueError` for heads that no tile fits.
 
-    Keys per tile: what registers hold beside the accumulators, which are as wide as values. The tensor memory
-    accelerator, which fetches parts of one block, needs fewer of them for addresses. Stages: as many tiles of keys on
-    their way as shared memory holds; with two, each is asked for half a tile before it is needed, and waited for.
+    Keys per tile: as many as registers hold beside the accumulators, which are as wide as values. The tensor memory
+    accelerator, which fetches parts of one block, needs fewer registers for addresses. Stages: as many tiles of keys in
+    flight as shared memory holds; with two, each is requested only half a tile before it is needed, and waited for.
     """
     width, value_width = _padded(spec.head_dim), _padded(spec.value_head_dim)
     if max(width, value_width) > MAX_HEAD_DIM:
@@ -114,7 +115,7 @@ def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
 
 
 def decode_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
-    """Keep many bytes in flight, for memory is the bound: two tiles of 32 KiB a program, three programs on an SM."""
+    """Keep many bytes in flight, because memory is the limit: two tiles of 32 KiB a program, three programs on an SM."""
     rows = max(16, _padded(spec.num_heads // spec.num_kv_heads))
     widths = max(64, _padded(spec.head_dim)) + max(64, _padded(spec.value_head_dim))
     most = 1 << (16_384 // widths).bit_length() - 1
@@ -197,8 +198,7 @@ def decode_buffers(
     """Allocate for any step of at most `num_seqs` sequences, one new token each, with `num_entries` blocks in all.
 
     A sequence of up to `MAX_DECODE_TOKENS` new tokens counts as one for each. For CUDA graphs: `attention` over it runs
-    the same grid whatever `prepare_batch(..., into=)` wrote there last. Rows of sequences that a step does not have
-    come out as zeros.
+    the same grid whatever `prepare_batch(..., into=)` wrote last. Rows of absent sequences become zeros.
     """
     limits = limits_of(_device(device))
     prefill, decode = prefill_tiling(spec, limits), decode_tiling(spec, limits)
@@ -229,7 +229,7 @@ class _Sequences:
 
 
 def _by_token(sequences: _Sequences) -> _Sequences:
-    """Take sequences with few new tokens apart: each token sees the context up to itself, through the same entries."""
+    """Divide sequences with few new tokens: each token sees the context up to itself, through the same entries."""
     is_apart = sequences.num_new <= MAX_DECODE_TOKENS
     if not (is_apart & (sequences.num_new > 1)).any():
         return sequences
@@ -246,7 +246,7 @@ def _by_token(sequences: _Sequences) -> _Sequences:
 
 
 def _with_absent(sequences: _Sequences, count: int) -> _Sequences:
-    """Add `count` sequences of one new token and no context: those of a graph that a step does not have."""
+    """Add `count` sequences of one new token and no context, for the rows of a graph that a step does not fill."""
     starts = sequences.query_starts
     none = np.zeros(count, np.int32)
     return _Sequences(
@@ -262,8 +262,8 @@ def _tiles(
 ) -> tuple[_Int32Array, _Int32Array]:
     """Return tiles [P, TILE_FIELDS], those with most keys first, so that the last to run are short, and their merges.
 
-    Where the tiles of all kv heads are fewer than what runs in two rounds, their keys are cut into parts of about one
-    length, so that there are about as many.
+    If the tiles of all kv heads are fewer than run in two rounds, their keys are cut into parts of about one length, so
+    that there are about enough for two rounds.
     """
     group = spec.num_heads // spec.num_kv_heads
     rows = np.where(sequences.num_new > 1, sequences.num_new * group, 0)
@@ -350,7 +350,7 @@ def _allocate(
 def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBatch:
     """Copy the arrays to the device through one pinned host buffer that ends with the table, without waiting.
 
-    Room that an array leaves free is filled with -1, "none", but for positions, which the kernels look up in any case.
+    Room that an array leaves free is filled with -1, "none", except in positions, which the kernels always look up.
     """
     used = batch.block_table.storage_offset() + arrays["block_table"].size
     staging = torch.empty(used, dtype=torch.int32, pin_memory=batch.buffer.device.type == "cuda")
@@ -366,7 +366,7 @@ def _fill(batch: AttentionBatch, arrays: dict[str, _Int32Array]) -> AttentionBat
 
 
 def _target_splits(spec: AttentionSpec, tiling: Tiling, num_seqs: int, limits: DeviceLimits) -> int:
-    """Return the most splits: as many as run at once, or several rounds of them where the sequences are more."""
+    """Return the most splits: as many as run at once, or several rounds of them if there are more sequences."""
     per_sm = limits.programs_per_sm(shared_bytes(spec, tiling, limits), _DECODE_PROGRAMS_PER_SM)
     at_once = max(1, per_sm * limits.num_sms // spec.num_kv_heads)
     return at_once if num_seqs <= at_once else max(_ROUNDS * at_once, num_seqs)

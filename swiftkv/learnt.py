@@ -34,7 +34,7 @@ class LearntStepTimes:
         self._is_saved = True
 
     def of(self, fingerprint: str) -> list[float]:
-        """Return the seconds of each of STEP_TIME_TERMS; nothing if they are not known."""
+        """Return the seconds of each of STEP_TIME_TERMS; empty if they are not known."""
         known = self._known.get(fingerprint)
         return [] if known is None else [known[term] for term in STEP_TIME_TERMS]
 

@@ -51,7 +51,7 @@ class DetachedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Wait up to `patience_s` for the text to get out; after such a wait in vain, return at once until some does."""
+        """Wait up to `patience_s` for the text to get out; after a wait in vain, return at once until some does."""
         if self._patience_s and not self._has_stalled:
             self.drain(self._patience_s)
 

@@ -52,8 +52,8 @@ class EngineWatch:
     """Watches one engine process, and reports its observations to the engine's client.
 
     An engine is hung if it has work and makes no progress for `watchdog_s`, or for several times as long as its longest
-    step if that is more. Work is a request, a step in progress, extents that its lenders have recalled, or a question to
-    its coordinator.
+    step if that is more. Work is a request, a step in progress, extents that its lenders have recalled, or a question
+    to its coordinator.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class StepArrays(Protocol):
 
     @property
     def token_ids(self) -> Int32Array:
-        """`~slot`, below 0, is the token that the step before sampled for that row slot."""
+        """The ids of tokens; `~slot`, below 0, is the token that the previous step sampled for that slot."""
 
     @property
     def has_unknown_tokens(self) -> bool: ...
@@ -50,7 +50,7 @@ class ModelInput:
     after the step the pool holds that many. Its blocks in KV group `g`, from position 0 on, are the entries
     `table_starts[g][s]` to `table_starts[g][s + 1]` of `stream_tables[b][g]`. An entry is the layer-block index of
     layer 0, or that of a staged block (`kernels/block_table.py`). Of B tables, layer `l` reads `b = l % B`: they differ
-    in where borrowed blocks pass through, and in nothing else. `l` counts within the group.
+    only in where borrowed blocks are staged. `l` counts within the group.
     """
 
     token_ids: Tensor  # [T]

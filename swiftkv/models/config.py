@@ -1,4 +1,4 @@
-"""The shape of a model, as the file of its family reads it. Imports no torch: `swiftkv plan` is quick."""
+"""The shape of a model, as the file of its family reads it. Imports no torch, so that `swiftkv plan` is quick."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Config = TypeVar("_Config", bound="DecoderConfig")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding, under the names that `config.json` uses. A type reads only the fields that it has."""
+    """Rotary position embedding, under the names that `config.json` uses. Each type reads only its own fields."""
 
     rope_type: RopeType
     theta: float
@@ -59,12 +59,12 @@ class AttentionKind:
     num_kv_heads: int
     head_dim: int  # the size of a query and of a key
     rope: RopeConfig
-    window: int = 0  # tokens a query looks back on, itself included; 0: all of them
+    window: int = 0  # tokens that a query sees, itself included; 0: all of them
     scale: float | None = None  # multiplies query · key; None: head_dim ** -0.5
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: as they are
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: unchanged
     v_head_dim: int | None = None  # the size of a value; None: head_dim
     sinks: str | None = None  # the tensor of each head's score for one more key, whose value is zero; None: no such key
-    value_scale: float = 1.0  # multiplies what is attended to: the cache has values as they are
+    value_scale: float = 1.0  # multiplies attended values; the cache has unscaled ones
 
     def __post_init__(self) -> None:
         assert self.layers
@@ -98,7 +98,7 @@ def with_window(kind: AttentionKind, layers: Iterable[int], window: int | None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a model. A family that needs more of it derives a class of its own."""
+    """The shape of a model. A family that needs more fields derives a class of its own."""
 
     architecture: str
     vocab_size: int
@@ -116,8 +116,8 @@ class DecoderConfig:
     norm_offset: float | None = None  # norms multiply by it + weight in float32; None: by the weight, in its dtype
     activation: GatedActivation = SILU  # used by MLPs and experts
     embedding_scale: float = 1.0
-    has_head: bool = True  # else its last norm is its end: an embedding model
-    logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: as they are
+    has_head: bool = True  # an embedding model has none, and ends with its last norm
+    logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: unchanged
 
     def extended(self, kind: type[_Config], **more: Any) -> _Config:
         """Return this shape as a family's own class, with `more` fields; they replace those of the same name."""
@@ -125,11 +125,11 @@ class DecoderConfig:
 
     @property
     def max_context_len(self) -> int:
-        """The longest context that the model was made for: the positions that all of its layers know."""
+        """The longest context that the model was made for, in tokens: the fewest positions of any of its layers."""
         return min(kind.rope.scaled_positions for kind in self.attention)
 
     def check_max_model_len(self, max_model_len: int) -> None:
-        """Raise `ConfigError` if sequences of `max_model_len` tokens are more than the model can do."""
+        """Raise `ConfigError` if sequences of `max_model_len` tokens are longer than `max_context_len`."""
         if max_model_len > self.max_context_len:
             raise ConfigError(
                 f"max_model_len: {max_model_len} is more than the {self.max_context_len} positions that the model has"
@@ -166,7 +166,7 @@ class DecoderConfig:
         )
 
     def _inner_sizes(self) -> dict[str, int]:
-        """Return what ranks divide beside heads, under the words of a message."""
+        """Return the sizes that ranks divide beside heads, by the words for them in a message."""
         return {"an intermediate_size": self.intermediate_size}
 
     def _can_divide(self, num_ranks: int) -> bool:

@@ -70,15 +70,14 @@ class Decoder(Protocol):
     ) -> Tensor:
         """Return hidden states [T, hidden_size] before the final norm; writes the KV of the step's tokens.
 
-        `token_ids` int32 [T], on the model's device; the host has nothing left to decide. `regions` are the KV groups'
-        parts of the pool, uint8, flat. `stream` brings and takes the KV that is not in there; what it raises passes
-        through.
+        `token_ids` int32 [T], on the model's device; the host decides nothing. `regions` are the KV groups' parts of
+        the pool, uint8, flat. `stream` copies KV to and from other pools; its errors pass through.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [R, vocab_size] for rows [R, hidden_size] of what `run_layers` returned.
 
-        A model without a head returns the rows behind its final norm, float32 [R, hidden_size].
+        A model without a head returns the rows after its final norm, float32 [R, hidden_size].
         """
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
@@ -135,7 +134,7 @@ class Layer:
 
 
 def attention_spec(group: KVGroup, kind: AttentionKind) -> AttentionSpec:
-    """Return how the query heads of a kind attend to its KV group.
+    """Return the attention of a kind's query heads to its KV group.
 
     Raises `ConfigError` for a group that no kernel can read yet.
     """

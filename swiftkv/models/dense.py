@@ -7,8 +7,8 @@ the loop of `models/decoder.py`; the head turns hidden states into logits:
     hidden += attention(q, KV cache) @ out      k and v went into the cache before
     hidden += (act(norm(hidden) @ gate) * (norm(hidden) @ up)) @ down
 
-This file says which numbers of `config.json` and which tensors of the checkpoint make such a model. It imports no
-torch, so that `swiftkv plan` answers at once.
+This file lists the keys of `config.json` and the tensors of the checkpoint that make such a model. It imports no torch,
+so that `swiftkv plan` answers at once.
 
 A *kind* of attention is that of the layers of one KV group: all of them, or those with a window and those without. To
 *pack* a tensor is to read this rank's part of it from the checkpoint and to lay it out as the kernels want it.
@@ -44,15 +44,15 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Lists what an architecture has and its `config.json` does not say."""
+    """The properties of an architecture that its `config.json` does not tell."""
 
     biases: Callable[[HFConfig], Biases] = lambda raw: Biases(raw.attention_bias, raw.attention_bias)
     window_layers: Callable[[HFConfig], Sequence[int]] = lambda raw: ()
     qk_norm: bool = False
-    head_dim: int | None = None  # where config.json does not say; None: hidden_size / num_attention_heads
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
     norm_offset: float | None = None  # see `DecoderConfig`
-    partial_rotary: bool = False  # else transformers ignores partial_rotary_factor, and it must be 1
+    partial_rotary: bool = False  # if not, transformers ignores partial_rotary_factor, which must be 1
 
 
 def all_layers(raw: HFConfig) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's weights, and what their headers say. Imports no torch."""
+"""The files of a checkpoint's weights, and the checks of their headers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftkv.models.weights import Weight
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8  # the length of the header, which comes before it
-_MAX_HEADER_BYTES = 100_000_000  # as safetensors has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 
 class _Index(msgspec.Struct):
@@ -39,9 +39,9 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
-    """Raise `CheckpointError` unless the files are whole, and have the tensors that are declared, in their shapes.
+    """Raise `CheckpointError` unless the files are whole, and have the declared tensors in their shapes.
 
-    Only headers are read: whether a model can be loaded is known before one that serves makes room for it.
+    Only headers are read, so that mistakes are known before a serving model makes room for this one.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in weight_files(directory):
@@ -63,7 +63,7 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of one file. Raises `CheckpointError` if it is cut short or none."""
+    """Return the shapes of the tensors of one file. Raises `CheckpointError` if it is cut short or not safetensors."""
     try:
         with file.open("rb") as stream:
             num_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")

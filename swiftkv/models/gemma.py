@@ -1,4 +1,4 @@
-"""Gemma 2 and the text model of Gemma 3: norms on both sides of each half of a layer, and windows in most layers.
+"""Gemma 2 and the text model of Gemma 3: norms before and after each half of a layer, and windows in most layers.
 
 The halves are those of `models/dense.py`. Norms multiply by 1 + weight and round once; embeddings are scaled. Gemma 2
 also caps attention scores and logits; Gemma 3 turns the heads of its window layers by frequencies of their own.
@@ -42,7 +42,7 @@ class _Keys(HFConfig, kw_only=True):
     sliding_window_size: int | None = None  # some published files have sliding_window twice
 
     def slides(self, layer: int) -> bool:
-        """Return whether a layer has a window, by the family's habit."""
+        """Return whether a layer has a window by the family's default."""
         raise NotImplementedError
 
     def with_window_rope(self) -> Self:

@@ -1,4 +1,4 @@
-"""Reads the `config.json` of a Hugging Face directory, in the style of any transformers. Imports no torch."""
+"""Reads the `config.json` of a Hugging Face directory, as any version of transformers writes it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class HFConfig(msgspec.Struct):
                 raise ValueError(f"{key}: {value} is not a positive number")
 
     def window_layers(self, by_habit: Callable[[int], bool]) -> list[int]:
-        """Return the layers with a window: by `layer_types`, or without it by the family's habit."""
+        """Return the layers with a window: by `layer_types`, or without it by the family's default."""
         if self.layer_types is None:
             return [layer for layer in range(self.num_hidden_layers) if by_habit(layer)]
         return [layer for layer, kind in enumerate(self.layer_types[: self.num_hidden_layers]) if kind == WINDOW]
 
     def with_rope_of(self, kind: str, otherwise: dict[str, Any] | None = None) -> Self:
-        """Return the keys with the rotary parameters that one kind of layers has for itself.
+        """Return the keys with the rotary parameters of one kind of layers.
 
-        Without any it has those of `otherwise`, or those of the model.
+        If it has none of its own, it has those of `otherwise`, or those of the model.
         """
         parameters = (self.rope_parameters or {}).get(kind) or otherwise
         if parameters is None:
@@ -205,14 +205,14 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Keys of `config.json` that change nothing that a server computes: those of training, of output, and of origin."""
+"""The keys of `config.json` that do not change what a server computes: those of training, of output, and of origin."""
 
 
 def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) -> _Keys:
-    """Decode `file`, or the object that it has under the key `inside`; `kind` is a struct of all that may be there.
+    """Decode `file`, or the object that it has under the key `inside`, as `kind`, a struct of all known keys.
 
-    Raises as `read_json` does, and `ConfigError` for a key that `kind` does not have: it might change what the model
-    computes.
+    Raises as `read_json` does, and `ConfigError` for a key that `kind` does not have, because it might change what the
+    model computes.
     """
     values = read_json(file, dict[str, Any])
     if inside is not None:
@@ -232,7 +232,7 @@ def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) ->
 
 @contextmanager
 def mistakes_in(file: Path) -> Iterator[None]:
-    """Turn a `ValueError` about what `file` says into a `ConfigError` that names it."""
+    """Turn a `ValueError` about the content of `file` into a `ConfigError` that names the file."""
     try:
         yield
     except ValueError as error:

@@ -45,7 +45,7 @@ class MappedWeights:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
-        # A model that was saved without its head, as embedding models are, has the names inside of `model`.
+        # A model that was saved without its head, as embedding models are, has names without the prefix `model.`.
         self._is_bare = "embed_tokens.weight" in self._file_of
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -72,7 +72,7 @@ class MappedWeights:
         return name.removeprefix("model.") if self._is_bare else name
 
     def get_bytes(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of bytes, which are numbers of a kind that torch does not know. Raises as `get` does."""
+        """Return a tensor as bytes, for number formats that torch does not know. Raises as `get` does."""
         return self._get(name, shape, (torch.uint8,))
 
     def forget_all(self) -> None:
@@ -92,7 +92,7 @@ class MappedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Turns the weights that a decoder declares into the form that its kernels read, where they read it."""
+    """Turns the weights that a decoder declares into the form that its kernels read, on their device."""
 
     weights: Mapping[str, Weight]
     files: MappedWeights
@@ -103,7 +103,7 @@ class Packer:
     norm_offset: float | None  # see `DecoderConfig`
 
     def linear(self, *modules: str, interleave: bool = False) -> PackedLinear:
-        """Pack modules of the checkpoint, with the biases that are declared, as one linear layer."""
+        """Pack modules of the checkpoint, with their declared biases, as one linear layer."""
         names = [f"{module}.weight" for module in modules]
         packed: PackedLinear = self.ops.pack_linear(
             [self.tensor(name) for name in names],
@@ -141,7 +141,7 @@ class Packer:
             self._forget(names)
 
     def tensor(self, name: str) -> Tensor:
-        """Return this rank's part of a tensor: the mapped file itself where dtype and device are the same."""
+        """Return this rank's part of a tensor: a view of the mapped file if dtype and device are the same."""
         here = self._stored(name).to(device=self.device, dtype=self.dtype)
         missing = self.weights[name].part_shape[0] - len(here)
         return F.pad(here, (0, 0, 0, missing)) if missing else here
@@ -157,7 +157,7 @@ class Packer:
         return stored
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
-        """Return where the checkpoint has a weight as part of another tensor, if it does."""
+        """Return the place of a weight inside another tensor, if the checkpoint stores it there."""
         return weight.packed if weight.packed is not None and self.files.has(weight.packed.name) else None
 
     def _forget(self, names: Sequence[str]) -> None:
@@ -170,11 +170,11 @@ class Packer:
         return self.tensor(name).clone()
 
     def float32(self, name: str) -> Tensor:
-        """Return a copy of a tensor in float32; what the checkpoint has is not rounded."""
+        """Return a copy of a tensor in float32, not rounded to the model's dtype."""
         return self._stored(name).to(device=self.device, dtype=torch.float32, copy=True)
 
     def norm(self, name: str) -> Tensor:
-        """Return a copy of the weights of a norm, as it multiplies by them."""
+        """Return a copy of the factors of a norm: its weights, plus `norm_offset` if there is one."""
         return self.vector(name) if self.norm_offset is None else self.float32(name) + self.norm_offset
 
     def rounded(self, number: float) -> float:
@@ -199,7 +199,7 @@ def load_decoder(
     """Load a model, or this rank's part of one. At its peak this takes little more memory than the packed weights.
 
     Raises `CheckpointError` for a tensor that is missing or of the wrong shape, `ConfigError` if `max_model_len` is
-    more than the model can do.
+    more than the model has positions.
     """
     config.check_max_model_len(max_model_len)
     kind, device = DECODERS[config.architecture], torch.device(device)

@@ -3,10 +3,10 @@
 The halves of layers are those of `models/dense.py` and `models/moe.py`. A config file is that of the published
 MiMo-V2-Flash, one that transformers wrote, or that of a MiMo-V2.5 whose weights are not quantized.
 
-MiMo-V2.5 has one matrix instead of the projections of queries, keys and values. The published one was divided for as
-many ranks as full attention has KV heads, and each rank's queries, keys and values lie below those of the one before;
-programs that quantize it write all queries, all keys and all values, under the same name and in the same shape. So
-`config.json` must say which it is, under a key of ours, `fused_qkv_shards`.
+MiMo-V2.5 has one matrix instead of the projections of queries, keys and values. The published matrix was divided for as
+many ranks as full attention has KV heads, and has each rank's queries, keys and values below those of the rank before.
+Programs that quantize it write all queries, then all keys and all values, under the same name and in the same shape. So
+`config.json` must tell which it is, under a key of ours, `fused_qkv_shards`.
 
 This file imports no torch, so that `swiftkv plan` answers at once.
 """
@@ -45,7 +45,7 @@ class _Keys(HFConfig, kw_only=True):
     rms_norm_eps: float = 1e-5
     num_key_value_heads: int | None = 4
     sliding_window: int | None = 129
-    sliding_window_size: int | None = None  # without the query itself
+    sliding_window_size: int | None = None  # does not count the query itself
     attention_value_scale: float | None = 0.707
     hybrid_layer_pattern: list[int] | None = None  # 1: a window
     moe_layer_freq: list[int] | None = None  # 1: experts
@@ -70,7 +70,7 @@ class _Keys(HFConfig, kw_only=True):
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
     attention_chunk_size: int | None = None  # the published file has it, and no code reads it
-    num_nextn_predict_layers: int | None = None  # their weights are read past
+    num_nextn_predict_layers: int | None = None  # their weights are ignored
     attention_projection_layout: str = "split"
     fused_qkv_shards: int | None = None  # ours
 
@@ -87,7 +87,7 @@ class _Keys(HFConfig, kw_only=True):
         return tuple(range(1, self.num_hidden_layers))
 
     def window(self) -> int:
-        """Return the tokens that a query looks back on, itself included."""
+        """Return how many tokens a query sees, itself included."""
         return self.sliding_window or 0 if self.sliding_window_size is None else self.sliding_window_size + 1
 
 

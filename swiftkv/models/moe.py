@@ -1,4 +1,4 @@
-"""Qwen3-MoE and Mixtral: the layers of `models/dense.py`, whose MLP is in some or all of them a mixture of experts.
+"""Qwen3-MoE and Mixtral: the layers of `models/dense.py`, some or all with a mixture of experts as their MLP.
 
 Checkpoints have a tensor for each expert's matrix, or one for all experts of a layer (`gate_up_proj`, `down_proj`).
 This file imports no torch, so that `swiftkv plan` answers at once.
@@ -68,7 +68,7 @@ class NamedExpertsConfig(MoeConfig):
 class _Keys(HFConfig):
     """The keys of both families; defaults are those of transformers."""
 
-    num_experts: int | None = None  # transformers knows either name
+    num_experts: int | None = None  # transformers accepts both names
     num_local_experts: int | None = None
     num_experts_per_tok: int = 2
 
@@ -88,7 +88,7 @@ class _MixtralKeys(_Keys):
 
 
 class _Qwen3Keys(_Keys):
-    qkv_bias: bool = False  # published files have these, and no other values
+    qkv_bias: bool = False  # all published files have this value, and those of the next two keys
     use_qk_norm: bool = True
     shared_expert_intermediate_size: int = 0
     num_key_value_heads: int | None = 4

@@ -1,7 +1,7 @@
 """Tensor parallelism as in Megatron (arXiv:1909.08053, section 3): where the ranks of one model meet.
 
 Heads, the inner size of the MLP or of each expert, and the vocabulary are divided; the residual stream and the
-embedding are on every rank. Ranks meet behind attention and behind the MLP, where their products are added up, and when
+embedding are on every rank. Ranks meet after attention and after the MLP, where their products are added up, and when
 logits are wanted.
 """
 
@@ -17,7 +17,7 @@ from swiftkv.kernels.experts import Choices, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear, PackedMlp
 
 _TWO_PHASES_FROM_BYTES = 1 << 20
-"""Sums of fewer bytes are cheaper in one exchange that moves more."""
+"""The size from which sums take two phases; smaller ones are cheaper in one exchange that moves more bytes."""
 
 
 class Communicator(Protocol):
@@ -32,13 +32,13 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """Return everybody's `part`, on every rank: [size, *part.shape]."""
+        """Return every rank's `part`, on all ranks: [size, *part.shape]."""
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Return part `rank` of everybody's `parts` [size, ...], in the order of the ranks: [size, ...]."""
+        """Return part `rank` of every rank's `parts` [size, ...], in the order of the ranks: [size, ...]."""
 
     def gather(self, part: Tensor) -> Tensor | None:
-        """Return everybody's `part` on rank 0: [size, *part.shape]; None elsewhere."""
+        """Return every rank's `part` on rank 0: [size, *part.shape]; None elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +70,29 @@ class Ranks:
     vocab_size: int
 
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        """Return the sum of everybody's products, [M, N]; `x` and `w` are this rank's part of the inputs."""
+        """Return the sum of all ranks' products, [M, N]; `x` and `w` are this rank's part of the inputs."""
         return self._sum(self.ops.linear(x, w))
 
     def linear_residual(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-        """Add everybody's products to `residual` [M, N]; `x` and `w` are this rank's part of the inputs."""
+        """Add all ranks' products to `residual` [M, N]; `x` and `w` are this rank's part of the inputs."""
         if self.communicator.size == 1:
             self.ops.linear_residual(x, w, residual)
         else:
             add_all(residual, self.ops.linear(x, w), self.communicator)
 
     def gated_mlp(self, x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
-        """Return the sum of everybody's gated MLPs of x [M, K], [M, N]; the weights are this rank's part of them."""
+        """Return the sum of all ranks' gated MLPs of x [M, K], [M, N]; the weights are this rank's part of them."""
         return self._sum(self.ops.gated_mlp(x, mlp))
 
     def add_gated_mlp(self, x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
-        """Add everybody's gated MLPs of x [M, K] to x; the weights are this rank's part of them."""
+        """Add all ranks' gated MLPs of x [M, K] to x; the weights are this rank's part of them."""
         if self.communicator.size == 1:
             self.ops.add_gated_mlp(x, mlp)
         else:
             add_all(x, self.ops.gated_mlp(x, mlp), self.communicator)
 
     def add_experts(self, x: Tensor, choices: Choices, experts: PackedExperts, residual: Tensor) -> None:
-        """Add everybody's experts to `residual` [T, hidden_size]; `experts` are this rank's parts of all of them."""
+        """Add all ranks' experts to `residual` [T, hidden_size]; `experts` are this rank's parts of all of them."""
         if self.communicator.size == 1:
             self.ops.add_experts(x, choices, experts, residual)
         else:
@@ -118,10 +118,10 @@ class Ranks:
 
 
 def add_all(residual: Tensor, partial: Tensor, communicator: Communicator) -> None:
-    """Add the sum of everybody's `partial` to `residual`, both contiguous; in float32, rounded once.
+    """Add the sum of all ranks' `partial` to `residual`, both contiguous; in float32, rounded once.
 
-    Each element is summed in the order of the ranks, in one phase or in two (everybody sums a part of the elements,
-    and sends it round), so a row does not depend on the rest of the batch, which it would in a ring or a tree.
+    Each element is summed in the order of the ranks, in one phase or in two (each rank sums a part of the elements, and
+    sends it to all). So a row does not depend on the rest of the batch, which it would in a ring or a tree.
     """
     size = communicator.size
     if partial.nbytes < _TWO_PHASES_FROM_BYTES or partial.numel() % size:

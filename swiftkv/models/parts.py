@@ -28,9 +28,9 @@ class Attention:
     q_norm: Tensor | None  # [head_dim]
     k_norm: Tensor | None  # [head_dim]
     out: PackedLinear  # num_heads * v_head_dim -> hidden_size
-    post_norm: Tensor | None = None  # [hidden_size], of what is added
+    post_norm: Tensor | None = None  # [hidden_size], normalises the sum before it is added
     sinks: Tensor | None = None  # float32 [num_heads]
-    value_scale: float = 1.0  # scales the attended values: the cache has values as they are
+    value_scale: float = 1.0  # scales the attended values; the cache has unscaled ones
 
     def add_to(self, hidden: Tensor, kv: StepKV) -> None:
         ops, place, stream = self.ranks.ops, self.place, kv.stream
@@ -57,7 +57,7 @@ class GatedMlp:
 
     ranks: Ranks
     mlp: PackedMlp[PackedLinear]
-    post_norm: Tensor | None = None  # [hidden_size], of what is added
+    post_norm: Tensor | None = None  # [hidden_size], normalises the sum before it is added
 
     def add_to(self, hidden: Tensor) -> None:
         if self.post_norm is None:

@@ -1,6 +1,6 @@
-"""Reads how a checkpoint wants embeddings and scores to be made, from the files of sentence-transformers.
+"""Reads how a checkpoint makes embeddings and scores, from the files of sentence-transformers.
 
-What these files ask for and is not done here is refused by name. A checkpoint without them is taken for one like
+Anything in these files that is not supported is refused by name. A checkpoint without them is taken for one like
 Qwen3-Embedding or Qwen3-Reranker: the last token counts. Imports no torch.
 """
 
@@ -26,11 +26,11 @@ _POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": _LAST_TOKEN,
 }
-"""The older keys of a pooling module, and what `pooling_mode` says in their place."""
+"""The older keys of a pooling module, and the values of `pooling_mode` that replace them."""
 _SCORE_MODULES = ("LogitScore", "CausalScoreHead")
 
 Dimensions = Literal["any"] | tuple[int, ...]
-"""The lengths that embeddings may be cut to: none of them if empty."""
+"""The lengths to which embeddings may be cut; if empty, they may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class EmbeddingRecipe:
     """The steps that make an embedding of the hidden state of a text's last token.
 
     Attributes:
-        width: The numbers of an embedding that is not cut.
-        normalize: Whether it gets length 1.
-        prompts: Texts that may stand before the text, by name.
-        default_prompt: The name of the one that does, unless a request names another.
-        dimensions: What the model was trained to be cut to (Matryoshka).
+        width: The size of an embedding that is not cut.
+        normalize: Whether it is scaled to length 1.
+        prompts: Texts that may be put before the text, by name.
+        default_prompt: The name of the prompt to use, unless a request names another.
+        dimensions: The lengths for which the model was trained (Matryoshka).
     """
 
     width: int
@@ -54,11 +54,11 @@ class EmbeddingRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRecipe:
-    """The tokens whose logits behind a text make a score, where the checkpoint names them.
+    """The tokens whose logits after a text make a score, if the checkpoint names them.
 
     Attributes:
         token_ids: The tokens that mean yes and no.
-        instruction: What the model is told to look for.
+        instruction: The criterion in the prompt by which the model judges.
     """
 
     token_ids: tuple[int, int] | None = None
@@ -90,7 +90,7 @@ class _Score(msgspec.Struct):
 
 
 class _ModelKeys(msgspec.Struct):
-    """Keys of `config.json` that say what a model may be used for."""
+    """The keys of `config.json` that tell what a model can be used for."""
 
     hidden_size: int
     is_matryoshka: bool = False
@@ -100,9 +100,9 @@ class _ModelKeys(msgspec.Struct):
 
 
 def read_embedding_recipe(directory: Path, dimensions: Dimensions | None = None) -> EmbeddingRecipe:
-    """Return how a checkpoint makes embeddings; `dimensions` replaces what it says about being cut.
+    """Return how a checkpoint makes embeddings; `dimensions` replaces the lengths in its files.
 
-    Raises `ConfigError` that names the file and what it asks for in vain, `CheckpointError` for a file that cannot be
+    Raises `ConfigError` that names the file and its unsupported setting, `CheckpointError` for a file that cannot be
     read.
     """
     keys = _model_keys(directory)

@@ -60,6 +60,6 @@ def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
 
 
 def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str) -> int:
-    """Count the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's."""
+    """Return the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's."""
     weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, num_ranks))
     return num_parameters(weights) * DTYPE_BYTES[dtype]

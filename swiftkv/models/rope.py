@@ -14,11 +14,12 @@ from swiftkv.models.config import RopeConfig, RopeType
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
     """Return float32 `[max_len, rotary_dim]`: half a row of cosines, then half a row of sines, scaled by yarn's factor.
 
-    Dimension `i` of a head is turned together with dimension `i + rotary_dim / 2`; those from `rotary_dim` on are not.
+    Dimension `i` of a head is turned together with dimension `i + rotary_dim / 2`; dimensions from `rotary_dim` on are
+    not turned.
 
-    `dynamic` depends on how long the sequence is when a token is computed. Here position `p` always gets the base of a
-    sequence of `p + 1` tokens, at least `max_position_embeddings`: what transformers does when it goes token by token.
-    A token's result then does not depend on the batch or chunk that it came in, and its KV can be cached.
+    `dynamic` depends on the length of the sequence when a token is computed. Here position `p` always gets the base of
+    a sequence of `p + 1` tokens, at least `max_position_embeddings`, as in transformers when it goes token by token.
+    So a token's result does not depend on its batch or chunk, and its KV can be cached.
     """
     positions = torch.arange(max_len, dtype=torch.float32)
     rotary_dim = rope.rotary_dim(head_dim)

@@ -6,16 +6,16 @@ from typing import Protocol
 
 
 class KVStream(Protocol):
-    """Follows a forward pass. Each call has the number of a layer, and layers come in turn."""
+    """Follows a forward pass. Each call has the number of a layer, and layers come in order."""
 
     def before_write(self, layer: int) -> None:
-        """Return once all KV that the layer's attention reads is in the pool: it is about to be written and read."""
+        """Return once the pool has all earlier KV that the layer's attention reads; new KV is written next."""
 
     def after_write(self, layer: int) -> None:
         """Note that the step's new KV of the layer is in the pool."""
 
     def after_attention(self, layer: int) -> None:
-        """Note that nothing of the step reads the layer's KV any more."""
+        """Note that the step no longer reads the layer's KV."""
 
 
 class NoStream:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that a decoder reads, declared once: for loading them, and for sizing a node before it.
+"""The tensors of a checkpoint that a decoder reads, declared once for loading them and for sizing a node.
 
 Imports no torch: `swiftkv plan` counts weights by these declarations, from `config.json` alone.
 """
@@ -50,9 +50,9 @@ class Weight:
     """One tensor of a checkpoint, and the part of it that a rank has."""
 
     shape: tuple[int, ...]  # in the checkpoint
-    part: tuple[slice, ...] = ()  # by dimension; the rest is whole. A slice may end behind the tensor: zeros follow
+    part: tuple[slice, ...] = ()  # by dimension; the rest is whole. Zeros fill a slice that ends beyond the tensor
     stored_as: str | None = None  # None: under its own name
-    packed: PackedPart | ShardedRows | None = None  # None: no checkpoint has it as part of another
+    packed: PackedPart | ShardedRows | None = None  # None: never part of another tensor
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ class RankSlices:
     num_ranks: int
     heads: tuple[HeadSlices, ...]  # by attention kind
     mlp: slice  # intermediate_size
-    vocab: slice  # all ranks' are as long, so the last ones may end behind the vocabulary
+    vocab: slice  # equally long on all ranks, so the last ones may end beyond the vocabulary
 
     @classmethod
     def of(cls, config: DecoderConfig, rank: int, num_ranks: int) -> RankSlices:
@@ -125,9 +125,9 @@ class RankSlices:
 
 
 def num_parameters(weights: Mapping[str, Weight]) -> int:
-    """Count the elements of a rank's matrices; norms and biases are under a thousandth of them.
+    """Count the elements of a rank's matrices; norms and biases are less than a thousandth of them.
 
-    A matrix that serves twice in the same part, as an embedding that is the head too, counts once.
+    A matrix whose same part is used twice, such as an embedding that is also the head, counts once.
     """
     matrices = {(weight.stored_as or name, weight.part_shape) for name, weight in weights.items()}
     return sum(math.prod(shape) for _, shape in matrices if len(shape) > 1)

@@ -13,9 +13,9 @@ _FAR_BELOW = 4  # times
 
 
 def small_contexts(model: ModelConfig, plan: ModelPlan) -> Iterator[str]:
-    """Yield a warning if the pool is so small that conversations will not fit, and nobody has said that they need not.
+    """Yield a warning if the pool is so small that conversations will not fit, unless the file says that it suffices.
 
-    For a pool whose size only the engine finds out there is none.
+    There is none for a pool whose size is known only to the engine.
     """
     if not isinstance(plan, SizedPlan):
         return

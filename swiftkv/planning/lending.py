@@ -1,4 +1,4 @@
-"""Sizes what the models of a node can lend to each other, and what fits into a borrower's pool then."""
+"""Sizes the memory that the models of a node can lend to each other, and what then fits into a borrower's pool."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LendingPair:
     """
 
     lender: SizedPlan
-    lender_group: int  # index into `lender.groups`; the first one's is what these share
+    lender_group: int  # index into `lender.groups`; the first one stands for all if they share extents
     borrower: SizedPlan
     borrower_group: int
     share: Fraction
-    extent: Extent  # if the lender's groups share extents, it consists of those
+    extent: Extent  # if the lender's groups share extents, it consists of whole ones of these
     num_extents: int
 
     @property
@@ -71,7 +71,7 @@ class LendingPair:
 class BorrowerRoom:
     """A borrower's pool as it is divided while it borrows from `pairs`, and what fits then.
 
-    With one layer-stream buffer: where two fit, the scheduler takes two, which shortens no context.
+    One stream buffer is assumed. Where two fit, the scheduler uses two, which shortens no context.
     """
 
     borrower: SizedPlan
@@ -105,7 +105,7 @@ class BorrowerRoom:
         return self.borrower.block_size * min(sum(self.split(group)) for group in bounding)
 
     def _bounds_sequences(self, group: int) -> bool:
-        """Tell whether a sequence may be too long for a group: not for a window that fits, where prompts are split."""
+        """Return whether a sequence may be too long for a group: if prompts are split, none is for a window that fits."""
         spec = self.borrower.groups[group]
         if spec.kind != "window" or not self.borrower.enable_chunked_prefill:
             return True
@@ -118,10 +118,7 @@ class BorrowerRoom:
 
     @property
     def cached_tokens(self) -> int:
-        """The tokens of all sequences together.
-
-        They are more than `sequence_tokens` where the layer-stream cache limits one sequence.
-        """
+        """The tokens of all sequences together, which are more than `sequence_tokens` if the LSC limits one sequence."""
         groups = range(len(self.borrower.groups))
         counts = [self.split(group)[1] + self.borrowed_blocks(group) for group in groups]
         return self.borrower.block_size * sequence_blocks(counts, self.borrower.groups)

@@ -75,12 +75,12 @@ class ModelPlan:
 
     @property
     def storage_bytes(self) -> int | None:
-        """The most that the storage tier keeps; `None` where that is decided elsewhere, or there is none."""
+        """The most bytes that the storage tier keeps; `None` if a server decides that, or there is no such tier."""
         return self.storage.size if isinstance(self.storage, FileOptions) else None
 
     @property
     def storage_tokens(self) -> int | None:
-        """The tokens whose KV fits in the storage tier if all groups keep all of them: of windows it keeps less."""
+        """The tokens whose KV fits in the storage tier if all groups keep all of them; of windows less is kept."""
         return None if self.storage_bytes is None else self.storage_bytes // self.bytes_per_token
 
     @property
@@ -105,11 +105,11 @@ class ModelPlan:
 class SizedPlan(ModelPlan):
     """The plan of a model whose pool is configured in bytes, so that its size is known before it starts."""
 
-    group_blocks: tuple[int, ...]  # in each group; the most that it can have, where groups share extents
+    group_blocks: tuple[int, ...]  # of each group; the most that it can have, if groups share extents
 
     @property
     def num_blocks(self) -> int:
-        """The blocks in which whole sequences lie."""
+        """The number of blocks for whole sequences."""
         return self.division.sequence_blocks(self.group_blocks)
 
     @property
@@ -142,7 +142,7 @@ class SizedPlan(ModelPlan):
 
     @property
     def host_tokens(self) -> int | None:
-        """The tokens whose KV fits there if all groups keep all of them: of windows it keeps less."""
+        """The tokens whose KV fits in that memory if all groups keep all of them; of windows less is kept."""
         if self.host_bytes is None:
             return None
         block_bytes = [group.block_bytes for group in self.groups]

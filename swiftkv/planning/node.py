@@ -28,7 +28,7 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
         raise ConfigError("\n".join(mistakes))
     rooms = {room.borrower.name: room for room in plan_lending(plans)}
     for i, (plan, model) in enumerate(zip(plans, config.models, strict=True)):
-        if isinstance(plan, SizedPlan):  # the engine finds out what fits into the others
+        if isinstance(plan, SizedPlan):  # for the others, the engine finds out what fits
             try:
                 plans[i] = _with_max_model_len(plan, model, rooms.get(plan.name) or BorrowerRoom(plan, ()))
             except ConfigError as error:
@@ -52,7 +52,7 @@ def plan_one_more(config: Config, plans: Sequence[ModelPlan]) -> ModelPlan:
 
 
 def _with_max_model_len(plan: SizedPlan, model: ModelConfig, room: BorrowerRoom) -> SizedPlan:
-    """Return `plan` with the length that fits in its pool and in what the configured budgets promise it.
+    """Return `plan` with the length that fits in its pool and the memory that the configured budgets promise it.
 
     Raises `ConfigError` that begins with the key below the model.
     """

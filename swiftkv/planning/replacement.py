@@ -12,9 +12,9 @@ from swiftkv.planning.models import ModelPlan, plan_model
 
 
 def check_replacement(model: ModelConfig, config: Config, running: ModelPlan) -> None:
-    """Raise `ConfigError` unless the files that the model's path names now can be loaded in place of the running ones.
+    """Raise `ConfigError` unless the current files at the model's path can be loaded in place of the running ones.
 
-    What was planned with these stays: lengths, the pool and what it lends. No weight is read.
+    The plan stays as it was made with these: lengths, the pool and the budget. No weight is read.
     """
     plan = plan_model(model, config, need_weights=True)
     for what, here, there in (

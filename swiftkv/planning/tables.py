@@ -107,7 +107,7 @@ def _storage(plan: ModelPlan) -> str:
 
 
 def _at_least(plan: ModelPlan) -> str:
-    """Return the words for what a tier holds: of windows it keeps less than the figure counts with."""
+    """Return "at least" words for a tier's tokens if the model has windows, of which less is kept than is counted."""
     return "at least " if plan.has_windows else ""
 
 
@@ -116,7 +116,7 @@ def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:
 
 
 def _pool_size(plan: ModelPlan) -> str:
-    """Return the size of a pool; of a part of a GPU it is what weights and activations leave."""
+    """Return the size of a pool, or for a part of a GPU, that weights and activations are subtracted."""
     if isinstance(plan.memory, DeviceShare):
         return f"rest of {float(plan.memory.part):.0%} of {plan.device}"
     return str(plan.memory)

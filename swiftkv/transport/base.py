@@ -109,7 +109,7 @@ class Transport(Protocol):
         """Return the pool that is attached as `link`, uint8 [nbytes], if this process can read it in place."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
-        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. `wait` raises for mistakes in the runs."""
+        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Only `wait` raises for wrong runs."""
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until the job has ended.
