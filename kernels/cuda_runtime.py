@@ -44,7 +44,7 @@ class DeviceMemory:
             allocated = ceil_div(nbytes, _GRANULARITY_BYTES) * _GRANULARITY_BYTES
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(allocated))
             self.address = int(address.value or 0)
-            weakref.finalize(self, _free, self.address, device).atexit = False  # the driver frees it when a process ends
+            weakref.finalize(self, _free, self.address, device).atexit = False  # at the end, the driver frees it
             _call("cudaMemset", address, 0, ctypes.c_size_t(nbytes))
             torch.cuda.synchronize()  # torch's streams do not wait for the stream of this call
 

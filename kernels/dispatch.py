@@ -1,4 +1,4 @@
-"""Picks the kernels for a device. Nothing else knows that there are several kinds."""
+"""Picks the kernels for a device. No other module knows that there are several kinds."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return a copy of `array`, with its current content, on `device`."""
+    """Return the current content of `array` on `device`."""
     return _staged(array, device).to(device, non_blocking=True)
 
 

@@ -46,7 +46,7 @@ def layer_block_offset(
 
 @triton.jit
 def key_offset(head: tl.tensor, offset: tl.tensor, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
-    """Return where in a layer block the key of kv head `head` for the token at `offset` (position % block_size) begins."""
+    """Return the first element, in a layer block, of kv head `head`'s key of the token at `offset` in the block."""
     return (head * BLOCK_SIZE + offset) * HEAD_DIM
 
 
@@ -59,7 +59,7 @@ def value_offset(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Return where in a layer block the value of kv head `head` for the token at `offset` begins."""
+    """Return the first element, in a layer block, of kv head `head`'s value of the token at `offset` in the block."""
     return NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM + (head * BLOCK_SIZE + offset) * VALUE_DIM
 
 

@@ -22,10 +22,10 @@ from swiftkv.kernels.triton_logits import (
 )
 
 TOP_TILES = (0, 32, 128)
-"""The numbers of top tokens for which a kernel is compiled; each serves the smaller ones too."""
+"""The numbers of top tokens for which a kernel is compiled; each serves the smaller ones, too."""
 
 RUNS_TILE = 64
-"""Runs that a program holds at a time: with twice as many it runs out of registers."""
+"""The number of runs that a program holds at a time: with twice as many it runs out of registers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def prefill_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
 
 
 def decode_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
-    """Keep many bytes in flight, because memory is the limit: two tiles of 32 KiB a program, three programs on an SM."""
+    """Keep many bytes in flight, because memory is the limit: two tiles of 32 KiB a program, three programs an SM."""
     rows = max(16, _padded(spec.num_heads // spec.num_kv_heads))
     widths = max(64, _padded(spec.head_dim)) + max(64, _padded(spec.value_head_dim))
     most = 1 << (16_384 // widths).bit_length() - 1
@@ -127,14 +127,14 @@ def decode_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
 
 
 def shared_bytes(spec: AttentionSpec, tiling: Tiling, limits: DeviceLimits) -> int:
-    """Return about as many bytes of shared memory as a program takes: queries, and keys and values on their way.
+    """Return about the bytes of shared memory that a program takes: for queries, and for keys and values in flight.
 
-    Where products are computed from registers, the tile that is computed with is in these.
+    If products are computed from registers, the tile in use is in these.
     """
     width, value_width = (max(16, _padded(dim)) for dim in (spec.head_dim, spec.value_head_dim))
     from_registers = tiling.rows < 64 or not (tiling.by_rectangles or limits.multiplies_from_shared_memory)
     num_tiles = tiling.num_stages - 1 if from_registers else tiling.num_stages
-    weights = tiling.rows * tiling.keys if width > 128 else 0  # which pass through the room of the queries, if they can
+    weights = tiling.rows * tiling.keys if width > 128 else 0  # otherwise they fit into the room of the queries
     return (tiling.rows * width + tiling.keys * num_tiles * (width + value_width) + weights) * 2 + 1024
 
 

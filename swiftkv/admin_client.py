@@ -31,7 +31,7 @@ _TIMEOUT_S = 90.0
 
 
 class AdminError(SwiftkvError):
-    """A node that does not answer, or refuses what it was asked for."""
+    """A node that does not answer, or refuses a request."""
 
 
 def why_no_answer(url: str, error: Exception) -> str:

@@ -131,7 +131,7 @@ def cache_clear(
 
 
 def _prompt_in(file: Path) -> dict[str, Any]:
-    """Return the prompt in a file as the node takes it: a JSON object as it is, anything else as a text."""
+    """Return the prompt in a file as the node takes it: a JSON object unchanged, anything else as a text."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,8 +1,8 @@
 """Model directories in Hugging Face format, made here: a trained tokenizer, a chat template, random weights.
 
-Everything that serves or tests a model needs one that a machine without network can have. `make` gives a
-random-weight model of any supported architecture; the parts (`train_tokenizer`, `save`) also serve the training
-of the demo models in `checkpoints/`.
+Serving or testing a model needs one that a machine without a network can have. `make` writes a random-weight model of
+any supported architecture; its parts (`train_tokenizer`, `save`) also serve the training of the demo models in
+`checkpoints/`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHAPES: dict[str, dict[str, int]] = {
         "max_position_embeddings": 40960,
     },
 }
-# How the published models of each architecture differ apart from their shape.
+# The differences of each architecture's published models, apart from their shape.
 _HABITS: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False},
     "qwen2": {"rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False},
@@ -82,7 +82,7 @@ _EXPERTS: dict[tuple[str, str], dict[str, int]] = {
     ("mixtral", "small"): {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 1536},
 }
 _VOCAB_SIZES = {"tiny": 2048, "small": 32000}
-# Reading more text does not change what a small vocabulary learns, it only takes longer.
+# More text does not change a small vocabulary, it only takes longer.
 _TOKENIZER_CORPUS_BYTES = {"tiny": 1 << 20, "small": 64 << 20}
 
 
@@ -137,7 +137,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None:
-    """Write model and tokenizer to `directory` so that readers older than transformers 5 read them too.
+    """Write model and tokenizer to `directory` so that readers older than transformers 5 can read them, too.
 
     `generation` goes into generation_config.json beside the end-of-sequence ids.
     """

@@ -1,8 +1,8 @@
 """`swiftkv demo` and `make demo`: starts a node, talks to its models through the openai client, and stops it.
 
 The first tables show that from the second turn on most of a prompt comes from the KV cache. Then, if the node lends, a
-conversation outgrows its model's own pool. The node is stopped and started again, and a conversation goes on from what
-was stored. At last the long conversation is held again with lending off.
+conversation outgrows its model's own pool. The node is stopped and started again, and a conversation goes on from
+storage. At last the long conversation is held again with lending off.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUESTIONS = (
     "Can you repeat that?",
     "Thanks!",
 )
-# A model named code is given a file that grows: what it wrote stays, and the next lines follow.
+# A model named code gets a file that grows: its answers stay in it, and the next lines follow.
 PROGRAM = (
     "import os\nimport sys\n\n\ndef is_file(path):\n    try:\n",
     "\n\n\nclass Stack:\n    def __init__(self):\n        self._items = []\n\n"
@@ -83,7 +83,7 @@ class Exchange:
 
 
 def demo_config() -> Path:
-    """Return the demo's file, whose models lie beside it: the one in the package, or else that of the checkout."""
+    """Return the demo's file, whose models lie beside it: the one in the package, or otherwise in the checkout."""
     package = Path(__file__).parent
     inside = package / "demo_files/configs/embedded.yaml"
     return inside if inside.exists() else package.parent / "configs/embedded.yaml"
@@ -228,7 +228,7 @@ def _outgrow(node: Node, model: ModelConfig, plan: SizedPlan, console: Console) 
 
 
 def _change_budget(node: Node, model: ModelConfig, last: Exchange, console: Console) -> int:
-    """Take memory back while an answer comes, and give it again; return how many answers that changed: 0 or 1."""
+    """Take memory back during an answer, and lend it again; return how many answers changed by that: 0 or 1."""
     lender = max(node.loans(model).items(), key=lambda loan: loan[1])[0]
     state = next(entry for entry in node.admin("GET", "lending")["models"] if entry["model"] == lender)
     changes = []

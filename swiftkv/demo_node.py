@@ -37,7 +37,7 @@ class TooLongError(EngineError):
 
 @dataclass(frozen=True)
 class Pool:
-    """Counts of a borrower's blocks, those with KV and all; its own without the layer-stream cache."""
+    """Counts of a borrower's blocks, of those with KV and of all; its own do not include the layer-stream cache."""
 
     in_own: int
     own: int
@@ -66,7 +66,7 @@ class Node:
         return openai.OpenAI(base_url=self.base_url(model), api_key=self._api_key, max_retries=0, timeout=120)
 
     def readiness(self) -> tuple[bool, str]:
-        """Return whether the node serves, and how far each model is."""
+        """Return whether the node serves, and the state of each model."""
         try:
             response = httpx.get(f"{self.url}/ready", timeout=_ANSWER_TIMEOUT_S)
             models = response.json().get("models") or {}
@@ -75,7 +75,7 @@ class Node:
         return response.is_success, ", ".join(f"{name} {state}" for name, state in models.items())
 
     def pages(self, model: ModelConfig, sizes: Sequence[int]) -> list[str]:
-        """Return pages of the standard library's text, cut by the model's tokenizer to so many tokens each."""
+        """Return pages of the standard library's text, cut by the model's tokenizer to `sizes` tokens."""
         files = sorted(Path(os.__file__).parent.glob("*.py"))
         text = "".join(file.read_text("utf-8") for file in files)[: 16 * sum(sizes)]
         url = f"{self.url}/models/{model.name}"
@@ -118,9 +118,9 @@ class Node:
 
 
 def write_storing_config(path: Path, model: ModelConfig, directory: Path) -> Path | None:
-    """Write a node's file once more, with storage for one of its models, both in `directory`.
+    """Write a copy of a node's file with storage for one of its models; put file and storage in `directory`.
 
-    Return where the file is; `None` if that model cannot have storage, or there is no file.
+    Return the path of the copy; `None` if that model cannot have storage, or there is no file.
     """
     if path.is_dir() or any(
         why_not_below("storage", model.device, model.tensor_parallel_size, model.enable_prefix_caching)
@@ -140,7 +140,7 @@ def write_storing_config(path: Path, model: ModelConfig, directory: Path) -> Pat
 
 @contextlib.contextmanager
 def as_engine_error(model: str) -> Iterator[None]:
-    """Raise `EngineError` for what the openai client raises, `TooLongError` where the prompt is to blame."""
+    """Raise `EngineError` for errors of the openai client, `TooLongError` if the prompt is too long."""
     try:
         yield
     except openai.BadRequestError as error:
@@ -180,7 +180,7 @@ def serving(path: Path, config: Config, console: Console, *options: str) -> Iter
 
 @contextlib.contextmanager
 def _process(command: list[str], log: IO[str], shutdown_timeout_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that is gone at the end of the block."""
+    """Run a process until the end of the block, when it is ended."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process

@@ -25,7 +25,7 @@ _LITTLE_SHARED_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One property that was checked; `advice` is empty where all is well."""
+    """One property that was checked; `advice` is empty if nothing needs to be done."""
 
     about: str
     found: str
@@ -123,7 +123,7 @@ def _temporary_directory() -> Finding:
 
 
 def shared_memory(directory: Path, num_gpus: int) -> Finding:
-    """Return what there is of `/dev/shm`. Pools do not lie in it; what ranks on several GPUs tell each other does."""
+    """Return the finding about `/dev/shm`, in which ranks on several GPUs exchange data; pools do not lie in it."""
     try:
         size_bytes = shutil.disk_usage(directory).total
     except OSError:
@@ -168,7 +168,7 @@ def _chosen(setting: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return a file of the kernel's, or "" where there is none."""
+    """Return the content of a file of the kernel's, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

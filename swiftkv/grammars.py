@@ -1,6 +1,6 @@
-"""Grammars that hold an answer, in the form that llguidance takes, and what one may cost.
+"""Grammars that hold an answer, in the form that llguidance takes, and limits of their cost.
 
-The gateway has a grammar checked before an engine hears of it; the engine compiles it again, with its own tokens.
+The gateway has a grammar checked before it sends it to an engine, which compiles it again, with its own tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARSER_LIMITS = LLParserLimits(
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """The white space that is allowed between the parts of a JSON text.
 
-With no limit a model may go on with spaces until its tokens are used up.
+Without a limit a model may write spaces until its tokens are used up.
 """
 
 _SHOWN_CHARS = 500
@@ -38,7 +38,7 @@ _DATE = (
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Patterns in place of formats of which the library knows less: leap years, and that a minute has 60 seconds."""
+"""Patterns in place of formats, because the library ignores leap years, and that a minute has 60 seconds."""
 
 _NEGATED_CLASS = re.compile(r"(\\.)|\[\^", re.DOTALL)
 _HARDLY_WRITTEN = r"\x00-\x08\x0b\x0c\x0e-\x1f"
@@ -75,7 +75,7 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
-    """The outcome of checking a grammar: the form that `new_matcher` takes, or why there is none."""
+    """The outcome of checking a grammar: the form that `new_matcher` takes, or the mistake in it."""
 
     grammar: str | None = None
     why: str = ""
@@ -85,7 +85,7 @@ def library_form(source: GrammarSource) -> str:
     """Return a grammar in the form that `new_matcher` takes.
 
     Raises:
-        ValueError: with a sentence for the client; what only the compiler can see, `new_matcher` tells.
+        ValueError: The grammar is wrong, with a sentence for the client; `new_matcher` finds the other mistakes.
     """
     grammar = _grammar(source)
     if source.calls is None:
@@ -120,7 +120,7 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Compile a grammar. Other threads go on meanwhile.
 
     Raises:
-        ValueError: it is wrong, or too large; with a sentence for the client.
+        ValueError: The grammar is wrong or too large, with a sentence for the client.
     """
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
     if matcher.is_error():
@@ -143,10 +143,10 @@ def _as_lark(text: str) -> str:
 
 
 def held_schema(schema: object, whitespace: str | None = None) -> dict[str, object]:
-    """Return a JSON schema with what the library needs to know besides.
+    """Return a JSON schema with the library's own settings added.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is not a JSON schema.
     """
     if schema is True:
         schema = {}
@@ -158,7 +158,7 @@ def held_schema(schema: object, whitespace: str | None = None) -> dict[str, obje
 
 
 def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema with patterns that the library follows, and in place of formats, in all of its parts."""
+    """Return a schema in which all patterns suit the library, and replace formats of which it knows less."""
     held: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _WITH_SCHEMAS and isinstance(value, dict):
@@ -180,7 +180,7 @@ def _with_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held_pattern(pattern: str) -> str:
-    """Return a pattern whose negated classes let no control characters through.
+    """Return a pattern whose negated classes exclude control characters.
 
     For a class with nearly all of them the library allows every escape in a JSON string, and so `\\"` for `[^"]`.
     """

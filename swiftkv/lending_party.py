@@ -1,6 +1,6 @@
 """One engine's part in leases: the side that lends, the side that borrows, and the coordinator of both.
 
-Engines, simulations and tests publish and reach pools, and connect, each in their own way. Everything else is here.
+Engines, simulations and tests differ in how they publish and reach pools, and connect. Everything else is here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_party(
 
 
 def lend_links(spec: LendingSpec | None) -> list[Link]:
-    """Return the links over which an engine lends, as its scheduler takes them; without a part in lending none."""
+    """Return the links over which an engine lends, as its scheduler takes them; none without a `spec`."""
     return [
         Link(link.lender_group, link.num_extents, link.meu_w)
         for peer in (spec.borrowers if spec else [])
@@ -66,7 +66,7 @@ def lend_links(spec: LendingSpec | None) -> list[Link]:
 
 
 def borrow_links(spec: LendingSpec | None) -> list[Link]:
-    """Return the links over which an engine borrows, as its scheduler takes them; without a part in lending none."""
+    """Return the links over which an engine borrows, as its scheduler takes them; none without a `spec`."""
     return [
         Link(link.borrower_group, link.num_extents, link.meu_m, link.extent_bytes, link.lender_base_offset_bytes)
         for peer in (spec.lenders if spec else [])

@@ -13,7 +13,7 @@ from swiftkv.units import format_size
 
 
 def lending_tables(overview: dict[str, Any]) -> RenderableType:
-    """Return the models, their links, and what is wrong, from what `GET /admin/lending` answers."""
+    """Return tables of the models, their links and their problems, from the answer of `GET /admin/lending`."""
     parts: list[RenderableType] = []
     if not overview["enabled"]:
         parts.append("Nothing is lent: node.lending is off.")

@@ -1,4 +1,4 @@
-"""`swiftkv top`: what `GET /admin/overview` answers as a table, second after second."""
+"""`swiftkv top`: the answer of `GET /admin/overview` as a table, every second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STATES = (("used", "blue"), ("cached", "cyan"), ("streaming", "magenta"), ("fre
 
 
 def overview_table(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> RenderableType:
-    """Return a view of the node; rates and waits are of the time since `before`."""
+    """Return a view of the node; rates and waits cover the time since `before`."""
     figures = ("run", "wait", "cores", "tok/s", "prompt/s", "first", "between", "cached", "borrowed")
     table = plain_table(("", "state"), figures)
     pools = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

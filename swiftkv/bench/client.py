@@ -20,7 +20,7 @@ class Target:
     """The server that requests go to, and the fields that every one of them carries."""
 
     url: str
-    """All of it: http://127.0.0.1:8000/v1/completions"""
+    """The whole URL, such as http://127.0.0.1:8000/v1/completions."""
     model: str
     is_chat: bool = False
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def request_body(target: Target, prompt: Prompt | Messages, output_len: int | No
 
 
 async def send(client: httpx.AsyncClient, target: Target, prompt: Prompt | Messages, output_len: int | None) -> Answer:
-    """Send one request and read its answer to the end. What goes wrong is in the answer's `error`."""
+    """Send one request and read its answer to the end. A failure is described in the answer's `error`."""
     answer = Answer(start_s=time.perf_counter())
     try:
         async with client.stream(
@@ -112,7 +112,7 @@ async def _read_stream(response: httpx.Response, answer: Answer) -> None:
             delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or ""
             if delta.get("role") and not (text or choice.get("finish_reason")):
-                continue  # a chat's first event says who speaks; nothing was generated yet
+                continue  # a chat's first event has only the role, and no generated text
             if answer.ttft_s:
                 answer.itls_s.append(now_s - last_s)
             else:

@@ -14,7 +14,7 @@ Prompt = list[int] | str
 
 
 class DatasetError(ValueError):
-    """A dataset that cannot be had; the message names the flag and the fix."""
+    """A dataset that cannot be used; the message names the flag and the fix."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ Conversation = tuple[Turn, ...]
 class Tokens:
     """A source of random token ids.
 
-    Byte and special tokens have the lowest ids in every tokenizer we know; the ids above them are words, so a random
-    prompt decodes to text, which chat endpoints need.
+    Byte and special tokens have the lowest ids in every tokenizer that we know. The ids above them are words, so a
+    random prompt decodes to text, which chat endpoints need.
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ def random_prompts(
     prefix_len: int,
     range_ratio: float,
 ) -> list[Conversation]:
-    """Draw random ids: `prefix_len` that all share, then about `input_len` of their own.
+    """Draw prompts of random ids: `prefix_len` that all share, then about `input_len` of their own.
 
     Lengths are uniform in [len * (1 - range_ratio), len * (1 + range_ratio)].
     """
@@ -143,7 +143,7 @@ def custom(
     chat_template: bool,
     shuffle: bool,
 ) -> list[Conversation]:
-    """Return the `prompt` of each line of a JSONL file, with its `output_tokens` where `output_len` is not given."""
+    """Return the `prompt` of each line of a JSONL file, with its `output_tokens` if `output_len` is not given."""
     lines = list(_read_jsonl(path))
     order = rng.permutation(len(lines)) if shuffle else range(len(lines))
     chosen: list[Conversation] = []

@@ -161,9 +161,9 @@ def _made(args: argparse.Namespace, tokens: Tokens, rng: np.random.Generator) ->
 
 
 def arrival_times_s(count: int, request_rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
-    """Return when each of `count` requests is sent, from 0; gaps follow a gamma distribution of that burstiness.
+    """Return the times from 0 at which `count` requests are sent; gaps follow a gamma distribution of `burstiness`.
 
-    The whole is scaled to take `count / request_rate`, so that two seeds offer the same load. At an infinite rate
+    All gaps are scaled to sum up to `count / request_rate`, so that two seeds offer the same load. At an infinite rate
     all are sent at once.
     """
     if math.isinf(request_rate):
@@ -227,7 +227,7 @@ def _after(asked: Prompt | Messages, answer: Answer, target: Target) -> list[Any
 
 
 async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> tuple[Target, str | None]:
-    """Return the target, and the directory or hub id of its model if the server tells."""
+    """Return the target, and the directory or hub id of its model if the server reports it."""
     base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     headers = dict(parse_key_value("--header", item) for item in args.header)
     if key := os.environ.get("OPENAI_API_KEY"):
@@ -275,7 +275,7 @@ def _progress(total: int, *, hidden: bool) -> Iterator[Any]:
 
 
 def _place_of_tokenizer(place: str | None) -> str:
-    """Return `place`, which the server tells, if it is a directory or hub id.
+    """Return `place`, as the server reports it, if it is a directory or hub id.
 
     A mere name is not looked up at the hub: it may be another model there, and without a network that takes a minute.
     """

@@ -2,7 +2,7 @@
 
 Two formats are read: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one for each 512
 tokens of the prompt (Mooncake's), and CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens` (Azure's), which does
-not say which prompts begin alike: none do.
+not tell which prompts begin alike, so none are taken to.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy.typing as npt
 from swiftkv.bench.datasets import DatasetError
 
 BLOCK_TOKENS = 512
-"""Tokens of a prompt that one id stands for."""
+"""The number of a prompt's tokens that one id stands for."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace, in its own time and lengths."""
+    """A request of a trace, with its time and lengths."""
 
     time_s: float
     input_tokens: int
@@ -36,9 +36,9 @@ class Arrival:
     """The identity of each `block_tokens` tokens of the prompt."""
     block_tokens: int = BLOCK_TOKENS
     flow: int = 0
-    """The share of the engine that it takes; traces do not say."""
+    """The share of the engine that it takes from; traces do not tell."""
     priority: int = 0
-    """Its priority in the scheduler; traces do not say."""
+    """Its priority in the scheduler; traces do not tell."""
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""
@@ -60,7 +60,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def spread_ties(arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[Arrival]:
-    """Spread requests of one instant over the time until the next, at random: some traces have steps of seconds."""
+    """Spread requests with one timestamp until the next, at random: some traces have steps of seconds."""
     times_s = np.array([arrival.time_s for arrival in arrivals])
     instants_s, index, sizes = np.unique(times_s, return_inverse=True, return_counts=True)
     gaps_s = np.diff(instants_s, append=instants_s[-1])

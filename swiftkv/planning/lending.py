@@ -34,12 +34,12 @@ class LendingPair:
 
     @property
     def max_extents(self) -> int:
-        """The extents that this pair would get if the budget were the lender's whole pool."""
+        """The number of extents that this pair would get if the budget were the lender's whole pool."""
         return self.extent.count_within(self.lender.pool_bytes * self.share)
 
     @property
     def pool_extents(self) -> int:
-        """The extents that the lender's group consists of, whatever the budget: any of them may be lent."""
+        """The number of extents in the lender's group, whatever the budget: any of them may be lent."""
         return self.lender.group_blocks[self.lender_group] // self.meu_w
 
     @property
@@ -105,7 +105,7 @@ class BorrowerRoom:
         return self.borrower.block_size * min(sum(self.split(group)) for group in bounding)
 
     def _bounds_sequences(self, group: int) -> bool:
-        """Return whether a sequence may be too long for a group: if prompts are split, none is for a window that fits."""
+        """Return whether a sequence may be too long for a group: never for a window that fits if prompts are split."""
         spec = self.borrower.groups[group]
         if spec.kind != "window" or not self.borrower.enable_chunked_prefill:
             return True
@@ -118,7 +118,7 @@ class BorrowerRoom:
 
     @property
     def cached_tokens(self) -> int:
-        """The tokens of all sequences together, which are more than `sequence_tokens` if the LSC limits one sequence."""
+        """The tokens of all sequences together: more than `sequence_tokens` if the LSC limits one sequence."""
         groups = range(len(self.borrower.groups))
         counts = [self.split(group)[1] + self.borrowed_blocks(group) for group in groups]
         return self.borrower.block_size * sequence_blocks(counts, self.borrower.groups)

@@ -107,7 +107,7 @@ def _storage(plan: ModelPlan) -> str:
 
 
 def _at_least(plan: ModelPlan) -> str:
-    """Return "at least" words for a tier's tokens if the model has windows, of which less is kept than is counted."""
+    """Return the words before a tier's number of tokens, which counts windows in full although less of them is kept."""
     return "at least " if plan.has_windows else ""
 
 
@@ -116,7 +116,7 @@ def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:
 
 
 def _pool_size(plan: ModelPlan) -> str:
-    """Return the size of a pool, or for a part of a GPU, that weights and activations are subtracted."""
+    """Return the size of a pool; from a part of a GPU, weights and activations are still to be subtracted."""
     if isinstance(plan.memory, DeviceShare):
         return f"rest of {float(plan.memory.part):.0%} of {plan.device}"
     return str(plan.memory)

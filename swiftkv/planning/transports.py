@@ -17,7 +17,7 @@ def lending_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, 
 
 
 def describe_transports(config: Config, plans: Sequence[ModelPlan]) -> Iterator[tuple[str, str]]:
-    """Yield each kind of memory, and its transport with the reason, or a note that only a machine with GPUs can tell."""
+    """Yield each kind of memory, and its transport with the reason, or that only a machine with GPUs can tell."""
     pairs = _device_pairs(plans)
     topology = read_topology() if _use_gpus(pairs) else None
     if topology is not None and not topology.gpus:

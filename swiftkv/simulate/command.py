@@ -44,9 +44,9 @@ class Options:
     """One file for all models, each alone; or `NAME=FILE` for each model that has requests, all together."""
     step_time: str
     rate: float = 1.0
-    """The trace's requests come so many times as fast."""
+    """The factor by which the trace's requests come faster."""
     requests: int | None = None
-    """Only so many, from the start."""
+    """The number of requests to serve, from the start of the trace; `None`: all."""
     clients: int | None = None
     """The number of clients, each of which sends its next request when it has an answer; `None`: the trace's times."""
     policy: SchedulingPolicy | None = None
@@ -64,7 +64,7 @@ class Options:
 def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str], options: Options) -> dict[str, Any]:
     """Serve the traces, and return the figures of each model: of `models`, or of all if it is empty.
 
-    Raises `ConfigError` for a model, a trace, or step times that are not there.
+    Raises `ConfigError` for a model, a trace, or step times that do not exist.
     """
     traces = traces_by_model(options.traces, [model.name for model in config.models])
     if options.plot is not None:
@@ -204,7 +204,7 @@ def _of_all(
 
 
 def _lending_specs(config: Config, plans: tuple[ModelPlan, ...]) -> dict[str, LendingSpec | None]:
-    """Return the part of each model in lending, as its engine would be told."""
+    """Return the lending spec that each model's engine would get."""
     if not config.node.lending.enabled:
         return {plan.name: None for plan in plans}
     transport = TransportChoice("shm", "simulated")
@@ -260,7 +260,7 @@ def _chosen(config: Config, plans: tuple[ModelPlan, ...], names: list[str]) -> l
 
 
 def _arrivals(trace: Path, options: Options) -> list[Arrival]:
-    """Return the requests of a trace in their own order, requests of one instant spread, at the rate asked for."""
+    """Return the requests of a trace in order, at the wanted rate, with those of one timestamp spread."""
     try:
         arrivals = spread_ties(read_trace(trace), np.random.default_rng(options.seed))
     except DatasetError as error:

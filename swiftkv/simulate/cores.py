@@ -11,7 +11,7 @@ _NS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class CoreShare:
-    """An engine's share of the cores, as `models[].compute` has it."""
+    """An engine's share of the cores, from `models[].compute`."""
 
     weight: float
     max_share: float
@@ -19,7 +19,7 @@ class CoreShare:
 
 @dataclass(frozen=True)
 class CoreUser:
-    """An engine, as the cores see it. Without a share it computes when the operating system lets it."""
+    """An engine as a user of the cores. Without a share it computes when the operating system lets it."""
 
     threads: int
     share: CoreShare | None = None
@@ -36,7 +36,7 @@ class _Step:
     speed: float = 0.0
     cores: int = 0
     asks_s: float = math.inf
-    stood_s: float | None = None  # when it began to wait for its turn; `None`: it does not
+    stood_s: float | None = None  # when it began to wait for its turn; `None`: it does not wait
     charged_s: float = 0.0
 
     @property
@@ -50,16 +50,16 @@ class _Step:
             self.speed = speed
 
     def duration_s(self, now_s: float) -> float:
-        """Return how long the step took that ends now: exactly `work_s`, if it had the cores to itself."""
+        """Return the seconds that the step, which ends now, took: exactly `work_s` if it had the cores to itself."""
         return self.work_s if now_s == self.begun_s + self.work_s else now_s - self.begun_s
 
 
 class Cores:
     """Divides cores between the steps of engines.
 
-    If engines compute at once on more threads than there are cores, all of them become slower alike, as under an
-    operating system. The real accounts of `cpp_ext/cpu/shares.h` say how many cores an engine with a share has; it
-    asks them as often as `cpp_ext/cpu/turns.cpp` does, and computes half as fast on half as many.
+    If engines compute at once on more threads than there are cores, all of them become equally slower, as under an
+    operating system. The real accounts of `cpp_ext/cpu/shares.h` say how many cores an engine with a share has; the
+    engine asks them as often as `cpp_ext/cpu/turns.cpp` does, and computes half as fast on half as many.
 
     Attributes:
         core_s: The core time of each engine.
@@ -111,7 +111,7 @@ class Cores:
         return [(user, step.duration_s(now_s)) for user, step in ended]
 
     def _divide(self, now_s: float) -> None:
-        """Let the engines ask whose time it is to, and set how fast each one computes."""
+        """Have the engines that are due ask for cores, and set how fast each one computes."""
         while due := [user for user, step in self._steps.items() if step.asks_s <= now_s]:
             self._ask(due[0], now_s)
         threads = sum(step.cores for step in self._steps.values())

@@ -1,4 +1,4 @@
-"""The choice which of the requests that arrive at a simulated engine are let in."""
+"""The decision which requests that arrive at a simulated engine are let in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from swiftkv.bench.traces import Arrival
 
 Target = Callable[[Arrival], float]
-"""Seconds within which the first token of a request is due."""
+"""Returns the seconds within which the first token of a request is due."""
 
 
 def same_for_all(target_s: float) -> Target:
@@ -15,13 +15,13 @@ def same_for_all(target_s: float) -> Target:
 
 
 class OpenDoor:
-    """Lets everybody in. It hears what a gateway would hear of its engine; times are of the simulation's clock."""
+    """Lets every request in. It gets the news that a gateway gets of its engine, with times of the simulation."""
 
     def __init__(self, target_ttft_s: Target | None = None) -> None:
         self.target_ttft_s = target_ttft_s or same_for_all(10.0)
 
     def lets_in(self, request_id: int, arrival: Arrival, now_s: float) -> bool:
-        """Return whether a request that arrives is taken."""
+        """Return whether an arriving request is let in."""
         return True
 
     def begun(self, request_id: int, num_cached: int, now_s: float) -> None:

@@ -39,7 +39,7 @@ class LeaseTotals:
     """The lending of one engine, over the whole simulation."""
 
     lent_bytes: list[tuple[float, int]]
-    """The times at which the lent bytes changed, and how many there were from then on."""
+    """The times at which the lent bytes changed, each with the number of bytes from then on."""
     borrowed_bytes: list[tuple[float, int]]
     recalls: dict[str, int]
     """Recalls by reason."""
@@ -49,7 +49,7 @@ class Leases:
     """The coordinators of engines that lend and borrow. Engines without a `LendingSpec` have none."""
 
     def __init__(self, clock: Clock, engines: Sequence[tuple[str, Scheduler, LendingSpec | None, int]]) -> None:
-        """`engines` has the name, the scheduler, the part in lending and the pool's bytes of each."""
+        """`engines` has the name, the scheduler, the lending spec and the pool's bytes of each."""
         self._clock = clock
         self._news = threading.Event()
         wires: dict[str, VirtualWire] = {}
@@ -85,14 +85,14 @@ class Leases:
                 party.note_bytes(self._clock.now_s)
 
     def before_step(self, engine: int) -> None:
-        """Do what an engine does for lending between its steps."""
+        """Do an engine's work for lending between its steps."""
         party = self._parties.get(engine)
         if party is not None and party.borrower is not None:
             party.borrower.apply_pending(_no_steps)
         self.settle()
 
     def demand_changed(self, engine: int) -> None:
-        """Note that requests of an engine came, grew or went: what it lends may be needed there."""
+        """Note that requests of an engine came, grew or went, so that it may need its lent blocks."""
         party = self._parties.get(engine)
         if party is not None and party.scheduler.is_short():
             party.wire.wake()
@@ -146,7 +146,7 @@ class _Party:
         self._lender, self.borrower, self.coordinator = party.lender, party.borrower, party.coordinator
 
     def note_bytes(self, now_s: float) -> None:
-        """Note what is lent and borrowed, where that has changed."""
+        """Note the lent and borrowed bytes if they have changed."""
         lent = self._lender.lent_bytes if self._lender else 0
         borrowed = self.borrower.borrowed_bytes if self.borrower else 0
         for history, num_bytes in ((self.lent_bytes, lent), (self.borrowed_bytes, borrowed)):
@@ -174,7 +174,7 @@ class VirtualWire:
 
     clock: Clock
     wires: dict[str, VirtualWire]
-    """Those of all engines, by name."""
+    """The wires of all engines, by name."""
     on_wake: Callable[[], None]
     name: str
     lenders: Sequence[str]
@@ -186,7 +186,7 @@ class VirtualWire:
 
     @property
     def has_news(self) -> bool:
-        """Whether something has come that the coordinator has not seen."""
+        """Whether messages or wakes have come that the coordinator has not seen."""
         return bool(self._inbound or self._from_lenders or self._woken.is_set())
 
     def now_s(self) -> float:
@@ -244,7 +244,7 @@ class _PoolsOfNobody:
         return PeerHandle(pid=0, fd=-1, device=0, inode=0, nbytes=0, store_path=store_path, secret="")
 
     def attach(self, link: int, pool: PeerHandle) -> None:
-        """Do nothing: nobody copies."""
+        """Do nothing: no bytes are copied."""
 
     def detach(self, link: int) -> None:
         """Do nothing: nothing was attached."""

@@ -14,7 +14,7 @@ from swiftkv.simulate.doors import OpenDoor
 from swiftkv.simulate.leases import Clock, Leases, LeaseTotals
 from swiftkv.simulate.simulator import EngineRun, Outcome, StepTime
 
-_LOOK_AGAIN_S = 0.1  # an engine that can run nothing tries again after this, as a real one does
+_LOOK_AGAIN_S = 0.1  # after this an engine that can run nothing tries again, as a real one does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SimulatedModel:
     num_clients: int | None = None
     door: OpenDoor | None = None
     device: str = "cpu"
-    """Models of one device share it."""
+    """The device, which its models share."""
     lending: LendingSpec | None = None
     pool_bytes: int = 0
 
@@ -41,7 +41,7 @@ class NodeOutcome:
 
     requests: Outcome
     borrowed_hit_tokens: int
-    """Tokens of prompts that were found in borrowed blocks."""
+    """The tokens of prompts that were found in borrowed blocks."""
     copied_blocks: int
     core_s: float
     waited_s: float
@@ -74,8 +74,8 @@ class NodeOutcome:
 def simulate_together(models: Sequence[SimulatedModel], num_cores: int, max_wait_s: float) -> dict[str, NodeOutcome]:
     """Serve the arrivals of every model until the last has ended; return each model's outcome, by name.
 
-    Models on one GPU compute by turns of equal length, as the device has it. A request that fits only into borrowed
-    memory is given up when nobody has lent it for `max_wait_s`.
+    Models on one GPU compute in turns of equal length, as a device divides its time. A request that fits only into
+    borrowed memory is given up if that has not been lent for `max_wait_s`.
     """
     node = NodeRun(models, num_cores, max_wait_s)
     try:
@@ -166,7 +166,7 @@ class NodeRun:
 
 
 class _Engine:
-    """One engine of the node, and what the node knows of it."""
+    """One engine of the node, with the node's view of it."""
 
     def __init__(self, model: SimulatedModel) -> None:
         self.model = model

@@ -26,7 +26,7 @@ class Targets:
     tpot_s: float | None = None
 
     def met(self, outcome: Outcome) -> npt.NDArray[np.bool_]:
-        """Return which requests got what was promised, [N]."""
+        """Return which requests met the targets, [N]."""
         met = np.ones(len(outcome.arrival_s), np.bool_)
         if self.ttft_s is not None:
             met &= outcome.ttft_s <= self.ttft_s

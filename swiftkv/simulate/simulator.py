@@ -21,11 +21,11 @@ from swiftkv.simulate.doors import OpenDoor
 from swiftkv.simulate.step_times import GatewayTime
 
 _FIRST_ANSWER_ID = 1 << 30
-"""Token ids from here on stand for answers: every request has one of its own, so that no two answers are alike."""
+"""The first token id that stands for answers: every request has its own, so that no two answers are alike."""
 _NO_STOP = np.array([], np.int32)
 
 StepTime = Callable[[StepPlan], float]
-"""Seconds that a step takes."""
+"""Returns the seconds that a step takes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Outcome:
     cached_tokens: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
     computed_tokens: npt.NDArray[np.int64]
-    """Those of prompt and answer that steps computed, again after a preemption."""
+    """The tokens of prompt and answer that steps computed, including those computed again after a preemption."""
     num_refused: int
     """Requests that are longer than the model takes; they are in no array."""
     num_preemptions: int
@@ -62,12 +62,12 @@ class Outcome:
 
     @property
     def ttft_s(self) -> npt.NDArray[np.float64]:
-        """Time to first token of each request."""
+        """The time to first token of each request."""
         return self.first_token_s - self.arrival_s
 
     @property
     def tpot_s(self) -> npt.NDArray[np.float64]:
-        """Mean time per token after the first, of the requests that have more than one."""
+        """The mean time per token after the first, of the requests that have more than one."""
         several = self.output_tokens > 1
         return (self.end_s - self.first_token_s)[several] / (self.output_tokens[several] - 1)
 
@@ -76,7 +76,7 @@ class Outcome:
         return self.end_s - self.arrival_s
 
     def behind(self, gateway: GatewayTime) -> Outcome:
-        """Return the outcome as clients see it, who are so far from the engine."""
+        """Return the outcome as clients behind the `gateway` see it."""
         return replace(
             self,
             arrival_s=self.arrival_s - gateway.request_s,
@@ -85,7 +85,7 @@ class Outcome:
         )
 
     def served(self) -> Outcome:
-        """Return the outcome for those requests alone that got their whole answer."""
+        """Return the outcome of only those requests that got their whole answer."""
         is_served = ~np.isnan(self.end_s)
         return replace(
             self,
@@ -146,16 +146,17 @@ def simulate(
     door: OpenDoor | None = None,
     begins_s: Sequence[float] = (),
 ) -> Outcome:
-    """Serve `arrivals`, ordered by time, to the last one's end: those that `door` lets in.
+    """Serve `arrivals`, ordered by time, that `door` lets in, until the last one's end.
 
-    With `num_clients` their times do not count: so many clients each send the next one when they have an answer. With
-    `begins_s`, when the steps of a recording began, steps begin then: an engine has more to do than its steps.
+    With `num_clients` their times do not count: each of that many clients sends the next one when it has an answer.
+    With `begins_s`, the times at which the steps of a recording began, steps begin then, because an engine also works
+    between its steps.
     """
     return serve_alone(EngineRun(scheduler, max_model_len, step_time, arrivals, num_clients, door), begins_s)
 
 
 def serve_alone(engine: EngineRun, recorded_begins_s: Sequence[float] = ()) -> Outcome:
-    """Run an engine that shares its device with nobody until its last request has ended."""
+    """Run an engine that has its device for itself until its last request has ended."""
     begins_s = deque(recorded_begins_s)
     now_s = 0.0
     while not engine.is_over:
@@ -223,7 +224,7 @@ class EngineRun:
 
     @property
     def has_news(self) -> bool:
-        """Whether any request has come that the engine was not given yet."""
+        """Whether any request has come that the engine has not got yet."""
         return bool(self._let_in)
 
     @property
@@ -236,11 +237,11 @@ class EngineRun:
         return self._waiting[0][1].time_s if self._waiting else math.inf
 
     def end_arrivals(self) -> None:
-        """Let nobody else arrive."""
+        """Let no further request arrive."""
         self._waiting.clear()
 
     def arrive(self, until_s: float) -> None:
-        """Ask the door about the requests that arrive until then."""
+        """Ask the door about the requests that arrive until `until_s`."""
         while self._waiting and self._waiting[0][1].time_s <= until_s:
             request_id, arrival = self._waiting.popleft()
             if self._door.lets_in(request_id, arrival, arrival.time_s):

@@ -1,4 +1,4 @@
-"""The step times of models, and of the way to them and back: what running nodes have measured, or a file of it."""
+"""The step times of models and the times of the gateway, as measured by a running node or read from a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GatewayTime:
     """The mean time that a gateway takes, in seconds.
 
     Attributes:
-        request_s: From the arrival of a request until its engine is sent it.
+        request_s: From the arrival of a request until it is sent to its engine.
         token_s: From the end of a step until its tokens are written.
     """
 
@@ -37,9 +37,9 @@ class GatewayTime:
 
 
 def read_step_times(source: str) -> dict[str, dict[str, float]]:
-    """Return the seconds of each term, by model: of a running node, by its URL, or from a JSON file.
+    """Return the seconds of each term, by model, from a running node's URL or a JSON file.
 
-    The means of a gateway that has measured any are among them. Raises `ConfigError` if there are none.
+    They include the means that the gateway has measured, if any. Raises `ConfigError` if there are no step times.
     """
     return _of_node(source) if source.startswith(("http://", "https://")) else _of_file(Path(source))
 
@@ -56,7 +56,7 @@ def make_step_time(model: str, known: dict[str, dict[str, float]]) -> StepTime:
 
 
 def make_gateway_time(model: str, known: dict[str, dict[str, float]]) -> GatewayTime:
-    """Return the time of the gateway; none for a model of which none was measured."""
+    """Return the times of the gateway; zero for a model without measurements."""
     terms = known.get(model, {})
     request, token = _GATEWAY_METRICS.values()
     return GatewayTime(terms.get(request, 0.0), terms.get(token, 0.0))
@@ -74,7 +74,7 @@ def _of_node(url: str) -> dict[str, dict[str, float]]:
 
 
 def parse_step_times(metrics_text: str) -> dict[str, dict[str, float]]:
-    """Return the seconds of each term, by model, from what a node answers at `/metrics`."""
+    """Return the seconds of each term, by model, from a node's answer at `/metrics`."""
     known: dict[str, dict[str, float]] = {}
     families = list(text_string_to_metric_families(metrics_text))
     for family in families:
