@@ -1,4 +1,4 @@
-"""The `swiftkv` command. What a subcommand needs is imported when it runs: `--help` and `plan` start without torch."""
+"""The `swiftkv` command. Each subcommand makes its imports when it runs: `--help` and `plan` start without torch."""
 
 from __future__ import annotations
 

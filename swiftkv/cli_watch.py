@@ -57,7 +57,7 @@ def page(
     show: Annotated[bool, typer.Option("--open", help="Open the page in this machine's browser, too.")] = False,
 ) -> None:
     """Print the address of a running node's page, with the admin key in it. Keep it to yourself."""
-    ask_admin("GET", url, "overview", admin_key_env)  # a node that is not there, or a wrong key, is told here
+    ask_admin("GET", url, "overview", admin_key_env)  # reports a node that does not answer, or a wrong key
     key = admin_key(url, admin_key_env)
     address = f"{url.rstrip('/')}/#key={key}"
     print(address)

@@ -95,7 +95,7 @@ def run_demo(config: Path) -> int:
     Return the exit code: 0 if every answer came and none differs from the one without lending, 1 if not, 2 if there is
     a mistake in the file.
     """
-    # A demo that is told to stop stops its node, too.
+    # SIGTERM stops the demo's node, too.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         return _run(config, Console(highlight=False))

@@ -71,7 +71,7 @@ class Fleet:
         say: Callable[[str], None],
         state: Path | None = None,
     ) -> None:
-        """`ipc` is the directory of the node's sockets; `say` prints a line for the user who started the node.
+        """`ipc` is the directory of the node's sockets; `say` prints a line on the node's standard output.
 
         `state` is the directory in which learnt step times are kept.
         """

@@ -51,7 +51,7 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
 
 
 def _is_hub_id(path: str, starts: list[Path]) -> bool:
-    """Return whether `path` is a hub id: `checkpoints/chta` is a misspelt path if the directory `checkpoints` exists."""
+    """Return whether `path` is a hub id; `checkpoints/chta` is a misspelt path if a directory `checkpoints` exists."""
     return bool(_HUB_ID.fullmatch(path)) and not any((start / path).parent.is_dir() for start in starts)
 
 

@@ -131,7 +131,7 @@ def _admin_key(config: Config, listening: socket.socket) -> Iterator[tuple[str, 
 
 @dataclass(frozen=True, slots=True)
 class NodeKeys:
-    """The keys of the models' routes and of `/admin`. With neither `api` nor `tenants`, everybody gets in."""
+    """The keys of the models' routes and of `/admin`. Without `api` and `tenants`, the routes need no key."""
 
     api: str | None = field(repr=False)
     admin: str = field(repr=False)
@@ -183,7 +183,7 @@ class Node:
         self._hurry = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until told to stop.
+        """Serve until SIGTERM or SIGINT.
 
         Raises `EngineError` if a model does not come up, or the error of one of the node's own tasks.
         """

@@ -18,7 +18,7 @@ class Wakeup:
         self._lock = threading.Lock()
 
     def wake(self) -> None:
-        """End the poll that is in progress, or else the next one."""
+        """End the poll in progress, or otherwise the next one."""
         with self._lock:
             if not self._is_closed:
                 os.eventfd_write(self.fd, 1)

@@ -270,7 +270,7 @@ class DecodeGraphs(Generic[Inputs]):
         variant.memory = variant.memory or torch.cuda.graph_pool_handle()
         stream = _capture_stream(self._device, variant.num_buffers)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate what they keep
+        with torch.cuda.stream(stream):  # compiles kernels, and lets libraries allocate their buffers
             launch()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()

@@ -18,7 +18,7 @@ It also names the requests that are admitted in it (`new_*`), that gave up their
 `token_ids` and `finish_reasons`. The client gets a token whose reason is below FINISH_ABORTED. Others do not count: the
 request was aborted, or blocks that it needed were lost (FINISH_DROPPED, it is computed again), or the logits were not
 finite (FINISH_BROKEN), or an earlier token of the step was wrong or the last (FINISH_REJECTED). For each request of the
-plan, `counts` says whether what the step computed for it is kept.
+plan, `counts` says whether the step's results for it are kept.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_STEP = 256
 MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
-"""Once so many bytes of messages are read, the rest are read after the next step."""
+"""The bytes of messages after which the rest are read after the next step."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100

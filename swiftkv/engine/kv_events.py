@@ -169,7 +169,7 @@ def _rows(taken: Taken, block_size: int) -> Iterator[_Row]:
 
 
 def hash_of(key: bytes) -> int:
-    """Return the number that names a block to subscribers, who keep 64 bits."""
+    """Return the number of 64 bits by which subscribers name a block."""
     return int.from_bytes(key[:_HASH_BYTES], "big")
 
 

@@ -92,7 +92,7 @@ class PromptLogprobs:
             first_row, end_row = query_starts[sequence : sequence + 2].tolist()
             end_position = int(context_lens[sequence])
             first_position = end_position - (end_row - first_row)
-            # A preempted request computes its prompt again from the start: what is known is skipped.
+            # A preempted request computes its prompt again from the start: known log-probabilities are skipped.
             start, stop = max(first_position, len(known)), min(end_position, len(request.prompt) - 1)
             entries: list[TokenLogprobs] = []
             for part in self._slices(start, stop):

@@ -350,7 +350,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _by_tier(num_tokens: int, elsewhere: Mapping[str, int]) -> dict[str, int]:
-    """Return tokens for all of HIT_TIERS: those that lay nowhere else are local."""
+    """Return tokens for all of HIT_TIERS; those that are not `elsewhere` are local."""
     counts = {tier: elsewhere.get(tier, 0) for tier in HIT_TIERS}
     return counts | {"local": num_tokens - sum(elsewhere.values())}
 

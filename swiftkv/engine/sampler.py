@@ -81,8 +81,8 @@ class FinishedSample:
 class TokenSampler(Protocol):
     """A sampler, as the step loop uses it. Rows of a step belong to the requests in their slots.
 
-    A sampler writes what it samples for a slot to `last_token_ids` (int32 [max_num_seqs], where the logits are), in
-    order with the rest of the step.
+    A sampler writes the token that it samples for a slot to `last_token_ids` (int32 [max_num_seqs], on the device of
+    the logits), in order with the rest of the step.
     """
 
     def seat(self, slot: int, request: Request) -> None:

@@ -44,7 +44,7 @@ def run(config_line: bytes, background: Background) -> int:
 
 
 def _serve(config: EngineConfig, background: Background) -> int:
-    """Load the model, say Ready, and run until told to stop. Returns the exit code."""
+    """Load the model, send `Ready`, and run until `Shutdown`. Returns the exit code."""
     be_killed_first()  # the other ranks, which this process starts, inherit it
     if config.progress_fd is not None:
         PROGRESS.share(config.progress_fd)

@@ -41,10 +41,10 @@ class Wire(Protocol):
         """Wait until a message has come, or a process is gone; return whether `wake` was called."""
 
     def wake(self) -> None:
-        """End the `wait` that is in progress, or else the next one; from any thread."""
+        """End the `wait` in progress, or otherwise the next one; from any thread."""
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
-        """Send to a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
+        """Send to a borrower or the gateway. A message to one that is gone is lost: `watch_exit` notices its end."""
 
     def send_to_lender(self, index: int, message: FromBorrower) -> None:
         """Send to a lender; drop the message while its coordinator does not listen."""
@@ -104,7 +104,7 @@ class SocketWire:
         return time.monotonic()
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
-        """Send to a borrower or the gateway. One that has gone hears nothing: its process shows that it has."""
+        """Send to a borrower or the gateway. A message to one that is gone is lost: `watch_exit` notices its end."""
         try:
             self._router.send_multipart([route, self._encoder.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -126,7 +126,7 @@ class SocketWire:
         self._dealers[index] = self._connect(self._lenders[index])
 
     def wake(self) -> None:
-        """End the `wait` that is in progress, or else the next one; from any thread."""
+        """End the `wait` in progress, or otherwise the next one; from any thread."""
         self._wakeup.wake()
 
     def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:

@@ -106,7 +106,7 @@ class Borrower:
         self._finders = ThreadPoolExecutor(2 * len(self._peers), "attach")
         self._searches: list[_Attachment] = []
         self._orders: deque[_Attachment | int] = deque()  # a number: the lender to detach
-        self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; else why not
+        self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; otherwise the reason
         self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
         self._is_draining = False
         self.borrowed_total_bytes = 0

@@ -205,7 +205,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""The keys of `config.json` that do not change what a server computes: those of training, of output, and of origin."""
+"""The keys of `config.json` that do not affect a server's results: those of training, of output, and of origin."""
 
 
 def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) -> _Keys:

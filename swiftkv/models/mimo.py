@@ -140,7 +140,7 @@ class MimoDecoder(MoeDecoder):
 
 
 def _fused_qkv_shards(file: Path, raw: _Keys, kinds: tuple[AttentionKind, ...]) -> int | None:
-    """Return how many ranks the matrix of queries, keys and values was divided for; `None` if there is none."""
+    """Return for how many ranks the matrix of queries, keys and values was divided; `None` without such a matrix."""
     if raw.attention_projection_layout == "split":
         return None
     if raw.fused_qkv_shards is None:

@@ -88,7 +88,7 @@ class SealedBackend:
         return statuses
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
-        """Write blocks, each behind its header."""
+        """Write blocks, each after its header."""
         return self.put_sealed(keys, self.seal(keys, sources), deadline_s)
 
     def seal(self, keys: Sequence[bytes], sources: Sequence[memoryview]) -> list[Parts]:

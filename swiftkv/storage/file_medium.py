@@ -23,7 +23,7 @@ _INDEX = "index.sqlite"
 _ENTRIES = frozenset({"objects", "new", "opening", *(_INDEX + suffix for suffix in ("", "-wal", "-shm", "-journal"))})
 _SHARDS = 256
 _AHEAD = 8
-"""Objects that the kernel is told to fetch while the one before them is read."""
+"""The number of objects that the kernel fetches ahead of the one that is being read."""
 _BATCH_BYTES = 32 << 20
 """The most bytes that a call writes before publishing them, and the most in evicted files kept to be overwritten."""
 _VICTIMS = 64

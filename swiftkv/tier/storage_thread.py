@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class StorageThread:
-    """One thread, the condition that guards what it shares with the engine's thread, and the way it ends."""
+    """One thread, the condition that guards the state it shares with the engine's thread, and the way it ends."""
 
     def __init__(self, name: str, serve: Callable[[], None], wake_engine: Callable[[], None]) -> None:
         """`serve` runs in the thread, and returns soon after `is_closing` is set."""

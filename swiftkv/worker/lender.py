@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from swiftkv._lease import Int32Array
 
 _HEARTBEAT_S = 1.0
-_QUIET_S = 0.1  # time for the driver to stop what a dead process launched on a GPU; a guess, not measured
+_QUIET_S = 0.1  # time for the driver to stop a dead process's work on a GPU; not measured
 _LONGEST_INTERVAL_S = 1.0
 _INTERVALS_PER_WINDOW = 20
 _END_POLL_S = 0.02
@@ -307,7 +307,7 @@ class Lender:
             num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
             self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
             return
-        if request.budget_bytes > self.budget_bytes:  # whoever raises a budget wants it lent now
+        if request.budget_bytes > self.budget_bytes:  # a raised budget is to be lent now
             self._no_offer_before_s = [0.0] * len(self._no_offer_before_s)
         self.budget_bytes = request.budget_bytes
         batch = self._recall("budget", counts, now_s)
