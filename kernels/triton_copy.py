@@ -112,7 +112,7 @@ def move_blocks(
 
 
 def _tile_bytes(width_bytes: int) -> int:
-    """Return the bytes of a tile: the largest power of two in `width_bytes`, or up to 4 KiB if that is less."""
+    """Return a tile's bytes: the largest power of two that divides `width_bytes`, or up to 4 KiB if that is less."""
     divisor = width_bytes & -width_bytes
     if divisor >= 4 << 10:
         return min(divisor, _MAX_TILE_BYTES)

@@ -511,7 +511,7 @@ class Scheduler:
         """Return the requests that have waited `max_wait_s` for memory that they would not get even if alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
-        """Take up to `max_extents` out of the pool; only free and cached blocks are given up, used ones stay.
+        """Take up to `max_extents` out of the pool; cached blocks in them are forgotten, used ones stay.
 
         Raises ValueError if `max_extents` is negative.
         """
@@ -617,7 +617,7 @@ class Scheduler:
         It cannot if prompts are computed whole, nor without full attention: only the tail of a window is loaded.
         """
     def meet(self, request_id: int, num_blocks: int) -> None:
-        """Let a waiting request begin while storage loads its back: the last blocks before `num_blocks`, in reverse.
+        """Let a waiting request begin while storage loads its back: the blocks before `num_blocks`, the last one first.
 
         The request computes its front, and skips the rest of the back as soon as all of that has been loaded. Raises
         ValueError if the request has fewer keys. Unknown ids are ignored.

@@ -44,7 +44,7 @@ class HostMemory:
         """Forget objects. Raises `LockTimeout`."""
 
     def usage(self, deadline_s: float) -> tuple[int, int, int, int]:
-        """Return (whole objects, bytes of chunks in use, bytes of all chunks, deaths of holders of the lock).
+        """Return (whole objects, bytes of chunks in use, bytes of all chunks, number of lock holders that died).
 
         Raises `LockTimeout`.
         """

@@ -25,7 +25,7 @@ MAX_EXACT_EXTENT_BLOCKS = 32
 to lend by."""
 
 MAX_EXTENT_WASTE = Fraction(1, 100)
-"""The bound of the part that is wasted of an extent that is not the least common multiple."""
+"""An extent other than the least common multiple wastes less than this part of itself."""
 
 
 WINDOW_PART = Fraction(3, 20)

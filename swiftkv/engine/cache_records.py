@@ -59,7 +59,7 @@ class CacheRecords:
             self._records[request_id] = msgspec.structs.replace(record, cached_tokens=cached_tokens)
 
     def explain(self, request_ids: Sequence[int]) -> list[Explanation]:
-        """Return the records of those of these requests that are remembered."""
+        """Return the records of these requests, as far as they are remembered."""
         return [self._records[request_id] for request_id in request_ids if request_id in self._records]
 
     def keys_of(self, request_id: int) -> bytes | None:

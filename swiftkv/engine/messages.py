@@ -142,7 +142,7 @@ class ReasoningMarks(msgspec.Struct, array_like=True, frozen=True):
     """The tokens that separate reasoning, which no grammar holds, from the rest of the answer."""
 
     end: list[int]  # these in a row end the reasoning
-    begin: int | None = None  # as the first token of the answer it begins the reasoning; None: the prompt has begun it
+    begin: int | None = None  # as the first token of the answer it begins the reasoning; None: the answer begins inside
     is_last: bool = False  # the answer may end within the reasoning, as after the call of a tool
 
 
@@ -408,7 +408,7 @@ class Slept(msgspec.Struct, tag="slept", array_like=True, frozen=True):
 
 
 class Woken(msgspec.Struct, tag="woken", array_like=True, frozen=True):
-    """Answers `Wake`: the weights are there."""
+    """Answers `Wake`: the weights are loaded."""
 
     incarnation: int  # the one of `EngineConfig`
 

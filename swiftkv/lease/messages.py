@@ -166,8 +166,8 @@ class ShowLending(msgspec.Struct, tag="show_lending", array_like=True, frozen=Tr
 
 
 class LinkState(msgspec.Struct, array_like=True, frozen=True):
-    """One link as one side sees it. The values of `states` number, on a lend link, home, offered, lent, recalled; on a
-    borrow link none, held, recalled."""
+    """One link as one side sees it. The values of `states`, from 0 on, mean home, offered, lent, recalled on a lend
+    link, and none, held, recalled on a borrow link."""
 
     peer: str
     peer_state: str  # "attached", or why not

@@ -47,8 +47,8 @@ the row after the last layer's, `_ARRIVED` is the end of the step."""
 class GraphStream:
     """The copies of decode steps through `num_buffers` buffers: lists on the device, and launches that follow them.
 
-    One step is `fill`, the replay of a graph captured within `launches` (or `launches` itself), and `launched`. Steps of
-    any batch size share one `GraphStream`, as they follow each other on one stream. Nothing here waits for a device.
+    One step is `fill`, the replay of a graph captured within `launches` (or `launches` itself), and `launched`. Steps
+    of any batch size share one `GraphStream`, as they follow each other on one stream. Nothing here waits for a device.
     """
 
     def __init__(
