@@ -1,7 +1,7 @@
 """Times paged attention on the CPU: `python benchmarks/attention.py --threads 2`. Best and median of the calls.
 
-decode: bytes of keys and values read per second. prefill: multiplications and additions per second, the masked half not
-counted. One layer a call, another one each time, so that nothing is left in the caches from the call before.
+decode: bytes of keys and values read per second. prefill: multiplications and additions per second, without the masked
+half. Each call uses another layer than the one before, so that nothing of it is left in the caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swiftkv.kernels.attention_spec import AttentionSpec
 
 NUM_LAYERS = 28
 SPEC = AttentionSpec(num_heads=16, num_kv_heads=8, head_dim=128, block_size=16, scale=128**-0.5)
-# (new tokens, tokens in the KV) of each sequence
+# (new tokens, tokens in the KV) of each sequence.
 DECODE = [[(1, 2048)], [(1, 8192)], [(1, 2048)] * 8, [(1, 256)] * 8]
 PREFILL = [[(512, 512)], [(64, 2048)], [(2048, 2048)]]
 

@@ -1,13 +1,13 @@
-"""Measure what clients notice of a batch that runs beside them, and what the batch gets done meanwhile:
+"""Measure what clients notice of a batch that runs beside them, and how many tokens the batch gets meanwhile:
 
     python benchmarks/batches.py --checkpoint CKPT --out benchmarks/out/batches.json
 
-One node with one model. Clients' requests arrive at random, at the same times and of the same lengths in every round,
-with and without a batch beside them, in turns. Before each measurement with a batch its first lines have ended, so that
-the engine is full of them when the first client comes. Last, the batch alone.
+One node serves one model. Clients' requests arrive at random, at the same times and of the same lengths in every round,
+with and without a batch beside them, in turns. A measurement with a batch begins once the batch's first lines have
+ended, so that the engine is full of lines when the first client comes. Last, the batch runs alone.
 
-Time to first token, and time between tokens, of all rounds together; offline tokens are those that the engine generated
-while clients were served, less theirs.
+Times to first token and between tokens are those of all rounds together; offline tokens are those that the engine
+generated while clients were served, less the clients'.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _POLL_S = 0.2
 
 @dataclass
 class Measured:
-    """All rounds of one kind."""
+    """The measurements of all rounds of one kind."""
 
     name: str
     ttft_s: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Measured:
 
 
 class Batch:
-    """A batch that is longer than anybody measures."""
+    """A batch that does not end while it is measured."""
 
     def __init__(self, node: Node, tokens: Tokens, args: argparse.Namespace) -> None:
         self._http = httpx.Client(base_url=node.url, timeout=120)
@@ -134,7 +134,7 @@ def generated_tokens(node: Node) -> int:
 
 
 async def serve_clients(node: Node, tokens: Tokens, args: argparse.Namespace, number: int) -> list[Answer]:
-    """Send the requests of one round when they are due, whatever became of those before."""
+    """Send each request of one round when it is due, even if earlier ones have not been answered."""
     rng = random.Random(args.seed + number)
     target = node.target(NAME)
     async with httpx.AsyncClient(timeout=900, limits=httpx.Limits(max_connections=None)) as client:

@@ -1,18 +1,18 @@
-"""Faults at random under lending traffic: is every answer right, and is nobody hurt who was left alone?
+"""Cause faults at random under lending traffic, and check that answers are right and untouched models serve on:
 
     python benchmarks/chaos.py --minutes 10 --markdown
 
-A node of a master, whose conversations are longer than its pool, and two workers with requests of their own, started
-with `swiftkv serve`. Every five seconds one fault: an engine is killed (SIGKILL), ended by a real-time signal, or
-stopped for a while, sometimes for longer than the node's watchdog; TMPDIR, where the node's sockets and its log are, or
-/dev/shm is full for a while; a worker's budget changes. The file systems are small ones of the program's own, in a
-private mount namespace; where the system does not let us have one, the program says so and leaves those faults out.
+`swiftkv serve` runs a node of a master, whose conversations are longer than its pool, and two workers with requests of
+their own. Every five seconds there is one fault: an engine is killed (SIGKILL), ended by a real-time signal, or stopped
+for a while, sometimes for longer than the node's watchdog; TMPDIR, where the node's sockets and its log are, or
+/dev/shm is full for a while; or a worker's budget changes. The file systems are small ones of the program's own, in a
+private mount namespace; where the system does not permit one, the program says so and leaves those faults out.
 
-Every question was answered before by a node that lends nothing. Checked: no token of any answer is wrong, not even of
-one that broke off. No request failed on a model that was left alone: whose own engine nothing was done to from the
+A node that lends nothing has answered every question before. Checked: no token of any answer is wrong, not even of one
+that broke off. No request failed on a model that was left alone, which means that its own engine had no fault from the
 request's beginning to its end, nor in the seconds before. After the first minute and at the end the faults cease, and
-all must be as it was: every model ready and answering, every worker attached, every block of every pool in one state,
-leases that both sides agree on; and between these two moments neither the gateway nor an engine has grown.
+all must be as before: every model ready and answering, every worker attached, every block of every pool in one state,
+both sides agreeing on the leases; and between these two moments neither the gateway nor an engine has grown.
 The exit status is 1 if a check failed.
 """
 
@@ -81,7 +81,7 @@ class Sent:
 
 
 class Traffic:
-    """Clients that go through known conversations, chosen at random, until they are told to stop."""
+    """Clients that go through known conversations, chosen at random, until they are stopped."""
 
     def __init__(self, node: WatchedNode, conversations: Mapping[str, Sequence[Sequence[Known]]], seed: int) -> None:
         self._node = node
@@ -154,7 +154,7 @@ class Chaos:
         return Rest(usages, problems)
 
     def _recover(self) -> list[str]:
-        """Undo what faults have left, and return the problems that the node then has."""
+        """Undo the lasting faults, and return the problems that the node then has."""
         if not self.faults.cease(_RECOVERY_TIMEOUT_S):
             engines = {name: engine.pid for name, engine in self._node.engines().items()}
             return [f"not recovered: /ready says {self._node.ready()}, engines that run: {engines}"]
@@ -187,7 +187,7 @@ def make_node() -> WatchedNode:
 
 
 def known_conversations(seed: int) -> dict[str, list[list[Known]]]:
-    """Return conversations by model. The master's end at three times the tokens that its own pool holds."""
+    """Return conversations by model. The master's grow to three times the tokens that its own pool holds."""
     say("asking a node that lends nothing what the right answers are")
     with Reference(sorted(set(CHECKPOINTS.values())), _MAX_MODEL_LEN) as reference:
         long = converse(reference, CHECKPOINTS[MASTER], seed, 8, turns=6, question_tokens=600, max_tokens=96)

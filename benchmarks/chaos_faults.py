@@ -1,4 +1,4 @@
-"""The faults of chaos.py, and when each model had one."""
+"""The faults of chaos.py, and the times at which each model had one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from private_mounts import Filled
 from watched_node import WatchedNode, wait_until
 
 _GRACE_S = 3.0
-"""A request that begins so soon after a fault may still meet it."""
+"""A request that begins within this time after a fault may still meet it."""
 _POLL_S = 0.2
 _REAL_TIME_SIGNAL = 40
 _FULL_S = (2.0, 8.0)
@@ -27,7 +27,7 @@ _FULL_S = (2.0, 8.0)
 
 @dataclass
 class Outage:
-    """Something that was done to one model, or (`model` is `None`) to the machine."""
+    """A fault of one model, or of the machine if `model` is `None`."""
 
     kind: str
     model: str | None
@@ -36,7 +36,7 @@ class Outage:
     """When the model served again."""
 
     def touches(self, model: str, begin_s: float, end_s: float) -> bool:
-        """Whether a request to `model` within these times may have met it."""
+        """Return whether a request to `model` within these times may have met the fault."""
         return model == self.model and self.begin_s <= end_s and begin_s <= self.end_s + _GRACE_S
 
 
@@ -72,7 +72,7 @@ class Faults:
         self._rng.choice(kinds)()
 
     def cease(self, timeout_s: float) -> bool:
-        """Undo lasting faults, wait until the models that had one serve, and return whether all do."""
+        """Undo lasting faults, wait until the models that had one serve again, and return whether all do."""
         self._ceased.set()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -125,7 +125,7 @@ class Faults:
             except httpx.TransportError as error:
                 refused = f"{type(error).__name__}: {error}"
             outage.end_s = time.monotonic()
-            if refused and not self._anybody_had_a_fault(outage):  # it needs the worker and those who borrow from it
+            if refused and not self._anybody_had_a_fault(outage):  # it needs the worker and its borrowers
                 say(f"the budget of {worker} could not be set: {refused}")
                 self.refused.append(refused)
 

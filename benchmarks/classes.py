@@ -2,11 +2,11 @@
 
     python benchmarks/classes.py
 
-Requests of `default` come at random, beside work of a lower class of which there is always more: an overload. Steps
-take as long as in policies.py. In the rows "in order" the lower class is only a lower `priority` of the same class: it
-waits behind the others, and keeps its place once it runs. The figures do not depend on the machine. Columns: seconds to
-the first token of `default` (P50, P99), its answers per second and those of the lower class, how many requests of that
-were displaced, and the part of all tokens that was computed again for it.
+Requests of `default` come at random, beside more work of a lower class than the engine can do. Steps take as long as in
+policies.py. In the rows "in order" the lower work is of the same class with a lower `priority`: it waits behind the
+others, but is not displaced once it runs. The figures do not depend on the machine. Columns: seconds to the first token
+of `default` (P50, P99), its answers per second and those of the lower class, how many requests of the lower class were
+displaced, and the part of all tokens that was computed again because of that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from swiftkv.simulate.simulator import Outcome, simulate
 
 _MAX_MODEL_LEN = 8192
 _SHORT_OF = {"slots": (8, 200_000), "memory": (64, 12_000)}
-"""The number of slots and the tokens of the pool, by the one of them that runs short."""
+"""The number of slots and of the pool's tokens, by which of the two is scarce."""
 _LOWER = {"in order": 1, "flex": _core.PRIORITIES_PER_CLASS, "batch": 2 * _core.PRIORITIES_PER_CLASS}
 """The priority of the lower class; that of `default` is 0."""
 
 
 def arrivals(args: argparse.Namespace, lower_priority: int) -> list[Arrival]:
-    """Return requests ordered by time: of the lower class one comes for each of `default`, longer in both lengths."""
+    """Return requests by time: for each of `default` one of the lower class, with a longer prompt and answer."""
     rng = np.random.default_rng(args.seed)
     ids = count()
 

@@ -16,9 +16,10 @@ from swiftkv.transport.shm import ShmTransport
 
 
 def copy_rate(group: KVGroup, num_blocks: int, num_threads: int = 1) -> tuple[float, float]:
-    """Measure one layer's load and store in this machine, nothing else running; return (load, store) in bytes a second.
+    """Measure one layer's load and store with nothing else running; return (load, store) in bytes a second.
 
-    The layer stream's copies: from consecutive blocks of the peer's pool to adjacent layer blocks of ours.
+    The copies are those of the layer stream: from consecutive blocks of the peer's pool to adjacent layer blocks of
+    ours, and back.
     """
     peer, own = Pool([(group, num_blocks)]), Pool([(group, -(-num_blocks // group.num_layers))])
     peer.tensor.fill_(1)

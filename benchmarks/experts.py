@@ -1,18 +1,18 @@
-"""A layer with many experts on the CPU: beside one dense product of equal work, and beside memory for one token.
+"""Time a layer with many experts on the CPU, beside a dense product of equal work, and one token beside memory:
 
     python benchmarks/experts.py                              # bfloat16, 512 experts, top 10, hidden 2,048, inner 512
     python benchmarks/experts.py --dtype float32 --rounds 9 --threads 1
 
-All run in turn, round by round, so that a machine that drifts drifts for all. Figures are medians of the rounds, ratios
-medians of the ratios within a round; the last lines are rows for benchmarks/README.md. With one thread it is processor
-time that counts, which others on the machine disturb less. `products` are rows that lie sorted through the experts'
-linear layers, expert by expert, and nothing else; `dense` is the same work with the weights of one expert; what is not
-product is taken from experts of a small inner size, less their share of the products. The experts take 3.2 GB in
-bfloat16 and 6.4 GB in float32, all other weights a fifth of that.
+All variants run in turn, round by round, so that a drift of the machine affects all alike. Figures are medians of the
+rounds, ratios are medians of the ratios within a round; the last lines are rows for benchmarks/README.md. With one
+thread, processor time is measured, which other programs disturb less. `products` sends sorted rows through the experts'
+linear layers, expert by expert, and does nothing else; `dense` is the same work with the weights of one expert. The
+time of everything but products is that of experts of a small inner size, less their products. The experts take 3.2 GB
+in bfloat16 and 6.4 GB in float32, all other weights a fifth of that.
 
-A virtual machine may be slow to give back memory that nobody has read for a quarter of a minute: the first read of such
-weights, dense ones or experts, took three times as long. A server at work reads all its experts all the time, so one
-token goes through all of them before any counts, as the dense rows beside it do; --only one leaves many tokens out.
+A virtual machine may be slow to read memory that was not read for a quarter of a minute: the first read of such
+weights, dense or of experts, took three times as long. A server at work reads all its experts all the time, so one
+token goes through all of them before the first measurement, as for the dense rows; --only one leaves many tokens out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swiftkv.kernels import cpu
 from swiftkv.kernels.cpu_tensors import native_activation
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, Router
 
-DISTINCT = 96  # experts of `products`: more than caches hold
+DISTINCT = 96  # the number of experts in `products`: more than caches hold
 THIN = 32
 
 Clock = Callable[[], float]
@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def token_gigabytes(self) -> float:
-        """The weights that one token needs."""
+        """The size of the weights that one token needs, in GB."""
         return 1e-9 * self.top_k * self.expert_elements * torch.empty((), dtype=self.dtype).element_size()
 
 
@@ -87,7 +87,7 @@ class Layer:
         return torch.randn(rows, columns).mul_(columns**-0.5).to(self.shape.dtype)
 
     def thin(self) -> cpu.PackedExperts:
-        """Return experts of a smaller inner size: sorting, gathering and adding up take as long as ever."""
+        """Return experts of a smaller inner size, for which sorting, gathering and adding up take as long."""
         gate, up, down = self.expert.gate[:THIN], self.expert.up[:THIN], self.expert.down[:, :THIN]
         thin = ExpertWeights(gate, up, down)
         return cpu.pack_experts(ExpertLayer(self.shape.experts, SILU, (thin for _ in range(self.shape.experts))))
@@ -99,7 +99,7 @@ class Layer:
         cpu.add_experts(self.hidden, choices, experts, self.residual)
 
     def one_token(self) -> None:
-        """Use other experts than the last time, so that no cache has them."""
+        """Compute one token with other experts than the last time, so that no cache holds them."""
         first = self.turn * self.shape.top_k % (self.shape.experts - self.shape.top_k)
         self.turn += 1
         chosen = torch.arange(first, first + self.shape.top_k, dtype=torch.int32)[None]
@@ -142,11 +142,11 @@ class Products:
 
 
 def measure(runs: dict[str, Callable[[], object]], clock: Clock, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each run in each round, after one round that does not count."""
+    """Return the seconds of each run in each round, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            time.sleep(0.005)  # until waiting threads no longer spin
+            time.sleep(0.005)  # until waiting threads stop spinning
             start = clock()
             run()
             if number > 0:

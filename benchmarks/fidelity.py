@@ -2,15 +2,15 @@
 
     python benchmarks/fidelity.py --requests 300 --out benchmarks/out/fidelity.json
 
-A node serves a random model on the CPU. After a warm-up, part of it at the same load, in which the engine learns how
-long its steps take, requests of random lengths come at random times, at --load of what the engine can do, and nothing
-of them is cached. Then the same arrivals, at the times at which they were sent, are simulated twice: with the step
-times, and the times of the gateway, that the node had measured before the first of them, and with the mean of those
-that it reported while it served them, every --poll-s. The first is a prediction; the second leaves out how much faster
-or slower the machine became meanwhile. Rows: time to the first token, per token and to the end, of the server and of
-the simulations, and by how much these are off; then the engine's own error of its predicted step times, the mean of
-what it reported. The machine must have nothing else to do. (That the simulator plans every step as the engine does, if
-steps take as long, is a test: tests/simulate/test_replay.py.)
+A node serves a random model on the CPU. First comes a warm-up, part of it at the same load, in which the engine learns
+how long its steps take. Then requests of random lengths come at random times, at --load of what the engine can do;
+nothing of them is cached. The same arrivals, at the times at which they were sent, are then simulated twice: with the
+step times and gateway times that the node had measured before the first of them, and with the mean of those that it
+reported every --poll-s while it served them. The first is a prediction; the second leaves out how much faster or slower
+the machine became meanwhile. Rows: time to the first token, per token and to the end, of the server and of the
+simulations, and by how much these are off; then the engine's own error of its predicted step times, the mean of its
+reports. The machine must have nothing else to do. (tests/simulate/test_replay.py checks that the simulator plans every
+step as the engine does if steps take as long.)
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def draw(count: int, rng: np.random.Generator) -> list[Arrival]:
 
 
 def alone_s(step_time: StepTime, arrival: Arrival) -> float:
-    """Return how long the engine needs for a request that shares its answer's steps with three others."""
+    """Return how long the engine needs for a request whose answer shares its steps with three others."""
     prompt, answers = StepWork(), StepWork()
     prompt.add_row(0, arrival.input_tokens)
     for _ in range(4):
@@ -87,7 +87,7 @@ def alone_s(step_time: StepTime, arrival: Arrival) -> float:
 
 
 async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> list[Answer]:
-    """Send each request at its time, however many are under way."""
+    """Send each request at its time, even if earlier ones have not been answered."""
     target = Target(f"{node.url}/v1/completions", MODEL, extra_body=EXTRA)
     async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
         prompts = [tokens.fresh(arrival.input_tokens) for arrival in arrivals]
@@ -105,7 +105,7 @@ async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> lis
 
 @dataclass
 class Watch:
-    """The metrics of a node, from time to time. They are read afterwards: that takes a core for 30 ms."""
+    """Polls a node's metrics, and parses them afterwards, because parsing takes a core for 30 ms."""
 
     node: Node
     metrics: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ class Watch:
 async def watched(
     node: Node, arrivals: Sequence[Arrival], tokens: Tokens, every_s: float
 ) -> tuple[list[Answer], Watch]:
-    """Replay requests, and look at the node's step times meanwhile."""
+    """Replay requests, and poll the node's step times meanwhile."""
     watch = Watch(node)
     answers = asyncio.ensure_future(replay(node, arrivals, tokens))
     await watch.until(answers, every_s)

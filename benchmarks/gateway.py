@@ -1,9 +1,10 @@
-"""Measure the gateway's cost of streaming: CPU time of its process while an echo engine streams to many connections.
+"""Measure the CPU time of the gateway's process while an echo engine streams to many connections:
 
     python benchmarks/gateway.py [--streams 64] [--tokens-per-second 1000] [--seconds 20] [--chat]
 
-The gateway (HTTP server, tokenizer, detokenizer, metrics: all but the engine) runs in a process of its own on uvloop,
-as in a node; the echo engine in another; the clients here. Prints the share of one core that the gateway used.
+The gateway (HTTP server, tokenizer, detokenizer, metrics: everything but the engine) runs in a process of its own on
+uvloop, as in a node; the echo engine runs in another, and the clients run here. Prints the share of one core that the
+gateway used.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python benchmarks/goodput.py mooncake_conversation.jsonl
 
-A trace comes at several loads, in parts of what the engine can do, as in overload.py: with its scheduler, its law for
-the time of a step, its noise, and its targets, which are later for longer prompts. Orders: those of swiftkv; `lpm`, the
-longest prefix that is cached first, as SGLang has it (without its limit of 128 waiting requests); and `fcfs` and `hrrn`
-with the requests refused that are forecast to miss. The figures do not depend on the machine. Rows, for each load: the
-part of the requests that were in time, and of all their tokens, of prompts and answers; then the time to the first
-token of long prompts (a tenth of them) and of the others, P90 in seconds.
+A trace comes at several loads, in parts of what the engine can do, as in overload.py: with the same scheduler, step
+times, noise, and targets, which are later for longer prompts. Orders: those of swiftkv; `lpm`, the longest cached
+prefix first, as in SGLang (without its limit of 128 waiting requests); and `fcfs` and `hrrn` with refusals of requests
+that are forecast to miss their target. The figures do not depend on the machine. Rows, for each load: the part of the
+requests that were in time, and of all their tokens, of prompts and answers; then the time to the first token of long
+prompts (the longest tenth) and of the others, P90 in seconds.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ POLICIES: dict[str, SchedulingPolicy] = {
 
 
 class LongestPrefixRun(EngineRun):
-    """An engine that is handed what waits by the longest prefix that is cached, as much as its next step can take.
+    """An engine that is handed waiting requests, longest cached prefix first, as many as its next step can take.
 
-    Its own scheduler serves in order of arrival. All prompts that it was handed count as cached, the latest ones, as
-    many as its memory holds.
+    Its own scheduler serves in order of arrival. The latest prompts that it was handed count as cached, as many as its
+    memory holds.
     """
 
     def __init__(self, pool_tokens: int, *args: Any, **options: Any) -> None:
@@ -52,7 +52,7 @@ class LongestPrefixRun(EngineRun):
         self._sent = SentPrefixes()
         self._sent.max_tokens = pool_tokens
         self._pieces: dict[int, list[bytes]] = {}
-        self._left: dict[int, int] = {}  # tokens to compute of the prompts that were handed over and have no token
+        self._left: dict[int, int] = {}  # tokens to compute of handed-over prompts that have no token yet
 
     def enter(self, now_s: float) -> None:
         waiting = dict(self._let_in)

@@ -1,13 +1,13 @@
-"""Measure llguidance and xgrammar on the same grammars: masks, compilations, and what each of them gets wrong.
+"""Measure llguidance and xgrammar on the same grammars: masks, compilations, and mistakes:
 
     pip install xgrammar       # the package itself does not need it
     python benchmarks/grammar_libraries.py --vocabulary 151936
     python benchmarks/grammar_libraries.py --vocabulary 151936 --hostile
 
-The grammars are those of `structured.py`. Each is followed by random tokens that it allows; times are processor time of
-the thread. A text that a library lets a model finish, and `jsonschema` refuses, is one that it gets wrong; so is one
-that the schema allows, that the other library finished, and that it does not take. Hostile grammars run in a process of
-their own, with the limits of a gateway's check.
+The grammars are those of `structured.py`. Each is followed with random tokens that it allows; times are processor time
+of the thread. A library makes a mistake if it lets a model finish a text that `jsonschema` refuses, or if it refuses a
+valid text that the other library finished. Hostile grammars run in a process of their own, with the limits of a
+gateway's check.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Matcher(Protocol):
         """Write the mask of the next token."""
 
     def take(self, token_id: int) -> bool:
-        """Go on behind a token. Return whether the grammar allows it."""
+        """Advance by a token, and return whether the grammar allows it."""
 
 
 class Library(Protocol):
@@ -130,7 +130,7 @@ LIBRARIES: dict[str, type[Llguidance] | type[Xgrammar]] = {"llguidance": Llguida
 
 @dataclass
 class Walks:
-    """The outcome of following grammars at random."""
+    """The results of following grammars at random."""
 
     compiled_ms: dict[str, float] = field(default_factory=dict)
     fills_us: list[float] = field(default_factory=list)
@@ -224,7 +224,7 @@ def _takes(library: Library, schema: Any, tokens: Sequence[int]) -> bool:
 
 
 def follow_hostile(library: Library, source: GrammarSource, size: int, told: Connection) -> None:
-    """Compile and follow a grammar, and tell what that took."""
+    """Compile and follow a grammar, and report how long that took."""
     resource.setrlimit(resource.RLIMIT_AS, (_HOSTILE_BYTES, _HOSTILE_BYTES))
     begun_s = time.process_time()
     steps: list[float] = []

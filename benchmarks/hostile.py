@@ -1,25 +1,25 @@
-"""Other people's streams, `/health` and the gateway's memory while somebody attacks:
+"""Measure what attacks on one model do to the other model's streams, to `/health` and to the gateway's memory:
 
     python benchmarks/hostile.py --markdown
     python benchmarks/hostile.py --items parts-1 tokenize --seconds 10
 
 Starts a node of two models with `swiftkv serve`. Eight clients stream from one of them; each attack of
 hostile_items.py is sent to the other once a second for a minute, with the key of an ordinary client where it needs one.
-Before and after each attack is a calm window of the same streams: what an attack does is the ratio to the two beside
-it. Where an attack has the other engine compute (not where all of it is refused), the two engines share the machine as
-they would with ordinary requests, so as many ordinary requests a second are measured first (the controls), and the
-table has the ratio to them.
+Before and after each attack there is a calm window of the same streams; an attack's ratio is to these two. If an attack
+makes the other engine compute (not if all of it is refused), the two engines share the machine as they would with
+ordinary requests. So as many ordinary requests a second are measured first (the controls), and the table also has the
+ratio to them.
 
-Attacker, probes and streams are processes of their own. The attacker runs only when nothing else would (SCHED_IDLE),
-for it would be another machine's load; probes and streams run before all others where the system lets them (SCHED_RR,
-as root), for they would be machines of their own. The engine that streams has one core, all else shares the others;
-with --shared-cores the system decides. With --decoy the attacks go to a server beside the node that only refuses them
-(hostile_decoy.py): what the streams notice then is the price of sharing a core with any server. After an attack that
-failed, the node is started anew, so that what it left does not count against the next.
+Attacker, probes and streams are processes of their own. The attacker runs only when no other process would
+(SCHED_IDLE), because it would be on another machine; probes and streams run before all others where the system permits
+it (SCHED_RR, as root), because they would have machines of their own. The engine that streams has one core, and all
+other processes share the rest; with --shared-cores the system decides. With --decoy the attacks go to a server beside
+the node that only refuses them (hostile_decoy.py): then the streams show the price of sharing a core with any server.
+After a failed attack the node is started anew, so that nothing left behind counts against the next attack.
 
 Asked for: `/health` within 100 ms (P99 50 ms) and always answered; the P99 time between tokens at most 1.2 times the
-calm one; the gateway's memory at most 200 MiB above its start; no stream that fails. `cores`: only the time between
-tokens is longer, but not more than 1.2 times that of the control. The exit status is 1 if an attack failed.
+calm one; the gateway's memory at most 200 MiB above its start; no stream that fails. `cores` in the result: only the
+time between tokens is longer, and at most 1.2 times that of the control. The exit status is 1 if an attack failed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Verdict = Literal["pass", "cores", "FAIL", "control"]
 
 @dataclass
 class Window:
-    """The measurements of some seconds."""
+    """The measurements of one window of some seconds."""
 
     latencies_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Window:
 
     @property
     def p99_gap_ms(self) -> float:
-        """Infinite where no stream went on."""
+        """The P99 time between tokens; infinite if no stream went on."""
         return 1e3 * quantile(self.gaps_s, 0.99) if self.gaps_s else float("inf")
 
     def summary(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Result:
 
     @property
     def ratio_to_control(self) -> float | None:
-        """`None` where the engine computed nothing: then sharing its cores excuses nothing."""
+        """The ratio to the control; `None` if the engine computed nothing, as sharing its cores is no excuse then."""
         computed = any(self.answers.get(answer) for answer in COMPUTED)
         return self.attack.p99_gap_ms / self.control_gap_ms if computed and self.control_gap_ms else None
 
@@ -165,7 +165,7 @@ class Clients:
         return self._process.pid
 
     def take(self) -> dict[str, Any]:
-        """End a window, and return what was measured in it."""
+        """End a window, and return its measurements."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -231,7 +231,7 @@ class Stage:
             yield
 
     def calm(self) -> Window | None:
-        """Wait until the node answers as if nothing had been, and measure a window of it; `None` if it does not."""
+        """Wait until the node answers as before, and measure a calm window; return `None` if it never does."""
         deadline_s = time.monotonic() + _CALM_TIMEOUT_S
         time.sleep(_SETTLE_S)
         self._take()
@@ -247,7 +247,7 @@ class Stage:
         return self._take()
 
     def attack(self, item: Item) -> tuple[Window, dict[str, int], str, float]:
-        """Attack; what was measured, how the sends were answered, why it ended early, and when it began."""
+        """Attack; return the measurements, the answers to the sends, why it ended early, and when it began."""
         url = self._attacked_url
         command = [sys.executable, str(HERE / "hostile_items.py"), item.name, url.host, str(url.port), ATTACKED]
         command += ["--seconds", str(self._args.seconds)]
@@ -261,12 +261,12 @@ class Stage:
         return window, json.loads(output) if output else {}, ended, begin_s
 
     def growth_bytes(self, since_s: float) -> int:
-        """Return the most that the gateway held since then, above what it held at the start."""
+        """Return by how much the gateway's most memory since `since_s` exceeds that at the start."""
         samples = self._monitor.samples(GATEWAY, since_s)
         return max((usage.rss_bytes for usage in samples), default=self._start_rss_bytes) - self._start_rss_bytes
 
     def _watch(self, attacker: subprocess.Popen[str], deadline_s: float) -> str:
-        """Wait for the attacker's end; why it was ended early."""
+        """Wait for the attacker's end; return why it was ended early, or an empty string."""
         ended = ""
         while attacker.poll() is None and not ended:
             time.sleep(_SAMPLE_S)
@@ -278,7 +278,7 @@ class Stage:
         return ended
 
     def _out_of_hand(self) -> str:
-        """Whether the node has ended; one that would take the machine's memory is killed."""
+        """Return why the node has ended, if it has; kill it if it exceeds its memory limit."""
         if not self.node.is_alive():
             return "the node ended"
         if self.growth_bytes(time.monotonic() - 1) <= self._args.memory_limit * MIB:
@@ -301,7 +301,7 @@ class Stage:
             self._pin_to_others(pid)
 
     def _pin_to_others(self, pid: int) -> None:
-        """Keep a process, and the threads that it will start, off the core of the engine that streams."""
+        """Keep a process and its future threads off the core of the engine that streams."""
         if self._args.shared_cores or len(self._cores) < 2:
             return
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -313,7 +313,7 @@ class Stage:
 
 
 class Program:
-    """Attacks one after another, each beside a calm window before and after, on a new node after each failure."""
+    """Runs attacks one after another, with a calm window before and after each, and a new node after each failure."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

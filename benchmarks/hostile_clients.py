@@ -1,12 +1,12 @@
-"""The ordinary clients of hostile.py, each kind in a process of its own, so that nothing but the node can slow them:
+"""The ordinary clients of hostile.py, each kind in a process of its own, so that only the node can slow them down:
 
     python benchmarks/hostile_clients.py health HOST PORT
     python benchmarks/hostile_clients.py streams HOST PORT --model NAME --streams 8
 
-Each line on standard input ends a window: the answer is one line of JSON with what was measured since the line before.
-`health` sends `GET /health` every 100 ms over a new connection, whether or not the ones before were answered.
-`streams` keeps so many completions streaming and notes the time between their events. What is still being waited for
-when a window ends counts with the time that it has taken until then.
+Each line on standard input ends a window; the answer is one line of JSON with the measurements since the line before.
+`health` sends `GET /health` every 100 ms over a new connection, even if earlier ones have not been answered. `streams`
+keeps --streams completions streaming and notes the times between their events. Waits that have not ended when a window
+ends count with their length until then.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swiftkv.latency import prefer_latency
 _PROBE_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 60.0
 _OPEN_GAP_S = 0.5
-"""A stream that waits longer than this when a window ends is taken to be held up."""
+"""A stream that has waited longer than this when a window ends counts as held up."""
 _RETRY_S = 0.5
 _MAX_TOKENS = 1500
 _PROMPT_TOKENS = 64
@@ -37,7 +37,7 @@ _TOKEN_IDS = (300, 4000)
 
 
 class Health:
-    """Probes on their way, and the latencies of those that have ended."""
+    """The probes that have not been answered, and the latencies of the others."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
@@ -63,7 +63,7 @@ class Health:
         return taken
 
     async def _probe(self) -> str:
-        """Return why it failed; nothing if it was answered with 200."""
+        """Send a probe, and return why it failed; an empty string if it was answered with 200."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(*self._address)
@@ -80,7 +80,7 @@ class Health:
 
     def _end(self, probe: asyncio.Task[str]) -> None:
         begin_s = self._open.pop(probe, None)
-        if begin_s is None:  # counted when a window ended
+        if begin_s is None:  # it was counted when a window ended
             return
         self._latencies_s.append(time.monotonic() - begin_s)
         if failure := probe.result():
@@ -124,7 +124,7 @@ class Streams:
                 await asyncio.sleep(_RETRY_S)
 
     async def _stream(self, number: int) -> str:
-        """Return why it ended too early; nothing if it came to its end."""
+        """Read a stream, and return why it ended too early; an empty string if it did not."""
         reader, writer = await asyncio.open_connection(*self._address, limit=1 << 20)
         try:
             writer.write(self._request())
@@ -149,7 +149,7 @@ class Streams:
         now_s = time.monotonic()
         if number in self._last_s:
             self._gaps_s.append(now_s - self._last_s[number])
-        self._gaps_s += [0.0] * (events - 1)  # they came together
+        self._gaps_s += [0.0] * (events - 1)  # these events came together
         self._last_s[number] = now_s
 
     def _request(self) -> bytes:
@@ -165,7 +165,7 @@ class Streams:
 
 
 async def serve(run: Callable[[], Coroutine[Any, Any, None]], take: Callable[[], dict[str, Any]]) -> None:
-    """Run until standard input ends, and answer each of its lines."""
+    """Run clients until standard input ends, and answer each of its lines."""
     loop = asyncio.get_running_loop()
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -195,10 +195,10 @@ def main() -> None:
 
 
 def _run_before_others() -> None:
-    """Wake at once, as a machine of its own would: who shares a core with the gateway otherwise waits for its slice."""
+    """Have this process run as soon as it wakes, as on a machine of its own, not after the gateway's slice."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except PermissionError:  # only root may
+    except PermissionError:  # only root may do this
         prefer_latency()
 
 

@@ -1,9 +1,9 @@
-"""A server that has nothing to do with the node, for hostile.py to attack in its place:
+"""A server beside the node, for hostile.py to attack in its place:
 
     python benchmarks/hostile_decoy.py PORT
 
-It refuses every request with a few bytes and does nothing else, as a plain application of uvicorn on uvloop. What
-streams lose while it is attacked, they lose to a machine whose cores they share.
+It is a plain application of uvicorn on uvloop, and refuses every request with a few bytes. While it is attacked, the
+streams lose time only because they share cores with it.
 """
 
 from __future__ import annotations

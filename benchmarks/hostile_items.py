@@ -1,13 +1,13 @@
-"""The attacks of hostile.py, one after another or alone, from a process of their own:
+"""Send one of hostile.py's attacks from a process of its own:
 
     python benchmarks/hostile_items.py ITEM HOST PORT MODEL --seconds 60
 
 Sends ITEM once a second, each time from a new thread, so that the attacker never waits for an answer. Prints, as JSON,
-how it was answered: HTTP statuses, `closed` (before the answer had ended), `no answer` (nothing came for 20 s),
-`refused` (no connection was to be had), `waiting` (not yet at their end), `held` (connections still open). All sockets
-are closed when the program ends. `given up` and `unread` are requests whose answer nobody waited for.
+how often each answer came: HTTP statuses, `closed` (before the answer had ended), `no answer` (nothing came for 20 s),
+`refused` (no connection could be made), `waiting` (has not ended yet), `held` (connections still open). `given up` and
+`unread` are requests whose answer is not read. All sockets are closed when the program ends.
 
-It is one file, for it is one list: each attack stands beside what it sends.
+The file is long because it is a list: each attack stands beside the bytes that it sends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hostile_target import KEY_VARIABLE, PIECE, Target, still_open
 
 MIB = 1 << 20
 _LAST_WORDS_S = 3.0
-"""How long after its last send the attacker waits for answers."""
+"""The time for which the attacker waits for answers after its last send."""
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _TOKEN_IDS = (300, 4000)
@@ -46,11 +46,11 @@ class Item:
     about: str
     send: Send
     same_as: int = 1
-    """The number of ordinary requests a second that ask as many sequences of the engine."""
+    """The number of ordinary requests a second that make the engine compute as many sequences."""
 
 
 def fill(start: bytes, piece: bytes, end: bytes, num_bytes: int) -> bytes:
-    """Return `piece` again and again between `start` and `end`, about `num_bytes` in all."""
+    """Return `start`, then `piece` repeated, then `end`: about `num_bytes` in all."""
     return start + piece * ((num_bytes - len(start) - len(end)) // len(piece)) + end
 
 
@@ -69,7 +69,7 @@ def body(model: str, **fields: object) -> bytes:
 
 
 def body_start(model: str, **fields: object) -> str:
-    """Return a body whose last field is still to come."""
+    """Return the beginning of a body; its last field follows."""
     return body(model, **fields).decode()[:-1] + ", "
 
 
@@ -93,7 +93,7 @@ def many_entries_body(model: str, field: str, entry: str, number: int) -> bytes:
 
 
 def many_entries(field: str, entry: str, number: int) -> Send:
-    """Return a completion with so many entries in one of its fields, or with so many fields."""
+    """Return a send of a completion with `number` entries in one of its fields, or with `number` fields."""
     return lambda target: target.ask(_COMPLETIONS, many_entries_body(target.model, field, entry, number))
 
 
@@ -157,7 +157,7 @@ def trailers(target: Target) -> None:
 
 
 def unfinished_trailer(target: Target) -> None:
-    """Send one field that never ends, in pieces."""
+    """Send a trailer field that never ends, in pieces."""
     target.ask_raw(chunked(target), b"0\r\na: ", *[b"x" * PIECE] * (8 * MIB // PIECE))
 
 
@@ -178,7 +178,7 @@ def chunk_extensions(target: Target) -> None:
     target.ask_raw(head, *[extension] * (8 * MIB // PIECE), b"\r\na\r\n0\r\n\r\n")
 
 
-# Requests that are right, and dear
+# Requests that are valid and expensive
 
 
 def prompt_logprobs(target: Target) -> None:
@@ -241,7 +241,7 @@ def first_in_line(target: Target) -> None:
 
 
 def ordinary(number: int) -> Send:
-    """Return a send of `number` requests like anybody's."""
+    """Return a send of `number` ordinary requests."""
 
     def send(target: Target) -> None:
         prompts = [token_ids(32, random.randrange(1 << 30)) for _ in range(number)]
@@ -255,7 +255,7 @@ def ordinary(number: int) -> Send:
 
 
 def hold(target: Target, number: int, first: bytes = b"") -> list[socket.socket]:
-    """Return so many new connections that have sent `first` and stay open until the end."""
+    """Return `number` new connections that have sent `first` and stay open until the end."""
     connections = [connection for _ in range(number) if (connection := target.connect())]
     for connection in connections:
         target.send(connection, first)
@@ -291,7 +291,7 @@ def idle_sockets(target: Target) -> None:
 
 
 def byte_after_answer(target: Target) -> None:
-    """Send the first byte of a next request, which never goes on."""
+    """Read an answer, and then send only the first byte of the next request."""
     for connection in hold(target, 100, b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"):
         try:
             connection.recv(PIECE)
@@ -307,14 +307,14 @@ def almost_all(num_bytes: int) -> bytes:
 
 
 def partial_uploads(target: Target) -> None:
-    """Bodies of 16 MiB that lack their last byte."""
+    """Send bodies of 16 MiB that lack their last byte."""
     head = target.head(_COMPLETIONS, f"Content-Length: {16 * MIB}") + b"\r\n"
     for connection in hold(target, 8, head):
         target.send(connection, almost_all(16 * MIB - 1))
 
 
 def no_reader(target: Target) -> None:
-    """Open streams that nobody reads, over connections with small buffers."""
+    """Open streams and never read them, over connections with small buffers."""
     asked = {"n": 8, "max_tokens": 2000, "stream": True, "ignore_eos": True}
     request = target.post(_COMPLETIONS, body(target.model, prompt=token_ids(16, 0), **asked))
     for _ in range(8):
@@ -325,18 +325,18 @@ def no_reader(target: Target) -> None:
 
 
 def pipelined(target: Target) -> None:
-    """Ask for a long generation, send a second request behind it, and read neither."""
+    """Ask for a long generation, send a second request after it, and read neither answer."""
     asked = {"n": 32, "max_tokens": 4000, "ignore_eos": True}
     if connection := target.connect():
         with connection:
             request = target.post(_COMPLETIONS, body(target.model, prompt=token_ids(16, 0), **asked))
             target.send(connection, request, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            time.sleep(0.1)  # it was taken
+            time.sleep(0.1)  # until the node has taken it
             target.count("given up")
 
 
 def add_and_abort(target: Target) -> None:
-    """Open streams of long prompts, and give up each as soon as it was asked for."""
+    """Ask for streams of long prompts, and hang up on each at once."""
     asked = {"max_tokens": 4000, "stream": True, "ignore_eos": True}
     for _ in range(64):
         prompt = token_ids(3000, random.randrange(1 << 30))
@@ -383,7 +383,7 @@ ITEMS = (
 
 
 def control(number: int) -> Item:
-    """Return an item that sends as many ordinary requests to the attacked model."""
+    """Return an item that sends `number` ordinary requests to the attacked model."""
     about = f"{number} ordinary request{'s' if number > 1 else ''} (control)"
     return Item(f"ordinary-{number}", about, ordinary(number), same_as=number)
 
@@ -416,7 +416,7 @@ def main() -> None:
     target.count("held", sum(map(still_open, target.held.copy())))
     print(json.dumps(target.answers()))
     sys.stdout.flush()
-    os._exit(0)  # threads that wait for an answer end with the program
+    os._exit(0)  # ends the threads that still wait for answers, too
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Connections to the node that hostile.py attacks, below the level at which an HTTP library would help or object."""
+"""Raw connections to the node that hostile.py attacks: an HTTP library would refuse to send what attacks send."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Target:
     _lock: Lock = field(default_factory=Lock)
 
     def count(self, answer: str, number: int = 1) -> None:
-        """Note how a request was answered. Called by any thread."""
+        """Count answers of one kind. Any thread may call this."""
         with self._lock:
             self._answers[answer] += number
 
@@ -38,7 +38,7 @@ class Target:
             return {answer: count for answer, count in self._answers.items() if count}
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket | None:
-        """Return a connection, or `None` if none was to be had, which counts as an answer."""
+        """Return a connection, or `None` if none could be made, which counts as the answer `refused`."""
         connection = socket.socket()
         if receive_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -52,7 +52,7 @@ class Target:
         return connection
 
     def head(self, path: str, *fields: str, key: str | None = None) -> bytes:
-        """Return the head of a POST that has JSON, without the empty line that ends it."""
+        """Return the head of a POST of JSON, without the empty line that ends it."""
         lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *fields]
         lines.append(f"Authorization: Bearer {self.key if key is None else key}")
         return "\r\n".join(lines).encode() + b"\r\n"
@@ -81,11 +81,11 @@ class Target:
                 self.read(connection)
 
     def send(self, connection: socket.socket, *parts: bytes) -> bool:
-        """Send as much as the node takes; whether that was all."""
+        """Send as much as the node takes, and return whether that was all."""
         try:
             for part in parts:
                 connection.sendall(part)
-        except OSError:  # it answered early and hung up, or does not read
+        except OSError:  # the node answered early and hung up, or does not read
             return False
         return True
 
@@ -105,7 +105,7 @@ class Target:
 
 
 def _read_rest(answer: BufferedReader) -> None:
-    length = -1  # unknown: chunked, or to the end of the connection
+    length = -1  # unknown: the answer is chunked, or lasts until the end of the connection
     while (line := answer.readline(PIECE)).strip():
         if line.lower().startswith(b"content-length:"):
             length = int(line.split(b":")[1])
@@ -117,7 +117,7 @@ def _read_rest(answer: BufferedReader) -> None:
 
 
 def still_open(connection: socket.socket) -> bool:
-    """Whether the node has not hung up; what it has sent is thrown away."""
+    """Return whether the node has not hung up. Bytes that it has sent are thrown away."""
     connection.setblocking(False)
     try:
         while connection.recv(PIECE):

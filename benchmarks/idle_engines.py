@@ -1,7 +1,7 @@
-"""Measure the cost of three idle engines for a busy one: its decode rate while they wait, and while they are stopped.
+"""Measure what three idle engines cost a busy one: its decode rate while they wait, and while they are stopped.
 
-A stopped process cannot cost anything, so the ratio of the two is the cost of waiting. Also prints the processor time
-that the idle engines took. Target: nothing.
+A stopped process costs nothing, so the ratio of the two rates is the cost of waiting. Also prints the processor time
+that the idle engines took. Target: no cost.
 
     swiftkv checkpoint make --arch qwen3 --size small CKPT
     python benchmarks/idle_engines.py CKPT --rounds 5
@@ -28,7 +28,7 @@ NUM_IDLE = 3
 
 
 async def decode_rate(base_url: str, num_tokens: int) -> float:
-    """Return the tokens in a second, after the first."""
+    """Return the tokens a second, without the first."""
     extra = {"temperature": 0, "ignore_eos": True}
     target = Target(f"{base_url}/v1/completions", "busy", extra_body=extra)
     async with httpx.AsyncClient(timeout=600) as client:

@@ -1,12 +1,12 @@
-"""Measure grammars of real JSON schemas: what compiles, how long that takes, and whether what is generated is valid.
+"""Measure grammars of real JSON schemas: which compile, how long that takes, and whether generated answers are valid:
 
     git clone https://github.com/guidance-ai/jsonschemabench
     python benchmarks/json_schemas.py jsonschemabench/maskbench/data --each 40
 
-Of each collection of JSONSchemaBench, --each schemas are drawn, and of each schema --answers answers at random among
-the tokens that its grammar allows. What ends is checked with `jsonschema_rs`. The collection's own instances are
-followed, too: an invalid one that the grammar lets through is wrong; a valid one may be refused, for properties keep
-the schema's order. Times are processor time of the thread.
+--each schemas are drawn from each collection of JSONSchemaBench, and --answers answers from each schema, at random
+among the tokens that its grammar allows. `jsonschema_rs` checks the answers that end. The collection's own instances
+are followed, too: it is a fault if the grammar accepts an invalid one; it may refuse a valid one, because properties
+keep the schema's order. Times are processor time of the thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swiftkv.grammars import GrammarSource, library_form, new_matcher
 from tests.support.json_answers import finite, lets_through
 
 END = 0  # the token that ends an answer
-ENDS = 0.4  # how often a token is taken that ends a string, a list, an object or the answer, where one is allowed
+ENDS = 0.4  # the probability of a token that ends a string, a list, an object or the answer, where one is allowed
 _SHOWN = 160
 
 
@@ -47,7 +47,7 @@ class Findings:
     compiled_ms: list[float] = field(default_factory=list)
     masks_us: list[float] = field(default_factory=list)
     ended: int = 0
-    too_costly: int = 0  # answers whose next mask the library gave up
+    too_costly: int = 0  # answers for which the library gave up making a mask
     invalid: list[str] = field(default_factory=list)
     let_through: list[str] = field(default_factory=list)
     valid_instances: int = 0

@@ -1,7 +1,7 @@
-"""Questions whose answers are known: a node that lends nothing, and is left in peace, has answered them before.
+"""Questions whose answers are known, because a node without lending and without faults has answered them before.
 
-Answers depend on the prompt alone, whatever is cached, lent, recalled or started again meanwhile. So a token that
-differs is a wrong one.
+Answers depend on the prompt alone, not on what is cached, lent, recalled or started again meanwhile. So a token that
+differs is wrong.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lending_node import EXTRA, Node, model
 from swiftkv.bench.client import Answer, Target, send
 
 _TOKEN_IDS = (300, 4000)
-"""Words of the demo models' vocabulary."""
+"""The range of token ids that are words of the demo models' vocabulary."""
 _POOL = "256MiB"
 _MAX_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and how many tokens are asked for, greedily."""
+    """A prompt, and the number of tokens to generate greedily."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -39,7 +39,7 @@ class Known:
     token_ids: tuple[int, ...]
 
     def is_wrong(self, answer: Answer) -> bool:
-        """Whether any token differs; an answer that broke off has to be right as far as it goes."""
+        """Return whether any token differs; an answer that broke off must be right as far as it goes."""
         tokens = tuple(answer.token_ids)
         return tokens != self.token_ids[: len(tokens) if answer.error else None]
 
@@ -59,7 +59,7 @@ class Reference:
         self._node.stop()
 
     def answer(self, checkpoint: Path, questions: Sequence[Question]) -> list[Known]:
-        """Ask all of them, some at a time."""
+        """Ask all questions, some at a time, and return them with their answers."""
         return asyncio.run(self._answer(checkpoint.name, questions))
 
     async def _answer(self, name: str, questions: Sequence[Question]) -> list[Known]:
@@ -79,7 +79,7 @@ class Reference:
 def converse(
     reference: Reference, checkpoint: Path, seed: int, number: int, turns: int, question_tokens: int, max_tokens: int
 ) -> list[list[Known]]:
-    """Hold `number` conversations: each question continues the history of those before it and their answers."""
+    """Hold `number` conversations, in which each question continues the earlier questions and answers."""
     rng = random.Random(seed)
     conversations: list[list[Known]] = [[] for _ in range(number)]
     for _ in range(turns):

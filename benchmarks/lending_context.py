@@ -1,4 +1,4 @@
-"""The longest context that a master serves, with lending and without, beside what `swiftkv plan` says of the same file:
+"""Measure the longest context that a master serves, with lending and without, beside `swiftkv plan`'s prediction:
 
     python benchmarks/lending_context.py --out benchmarks/out/context.json
 
@@ -7,8 +7,8 @@ GPU of its own, whose pool is 0.9 of the GPU's memory less the weights (float16)
 token are the real ones, so blocks, extents and the split of the master's pool come out as they would there; weights are
 random and narrow.
 
-A length is served if a prompt of one token less, and one token more, is answered. Of each length that the plan says is
-the longest, one token more must be refused: for want of memory, not of positions, so `max_model_len` is larger.
+A length is served if a prompt that is one token shorter is answered with one token. A context one token longer than the
+plan's longest must be refused, for lack of memory and not of positions, so `max_model_len` is larger.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Model:
-    """One of the paper's Table 2, with what its weights take."""
+    """A model of the paper's Table 2, with the memory that its weights take."""
 
     name: str
     num_layers: int
-    num_kv_heads: int  # of those with the same head size; divided by 8 here
+    num_kv_heads: int  # all models have the same head size; divided by 8 here
     weights_gb: float
 
     def pool_gb(self, gpu_gb: float) -> float:
@@ -59,7 +59,7 @@ class Case:
     gpu_gb: float
     budget_part: float
     master_pool_mib: int
-    target: float  # of the ratio
+    target: float  # the least ratio of the contexts with and without lending
 
     def pool_mib(self, of: Model) -> int:
         return round(self.master_pool_mib * of.pool_gb(self.gpu_gb) / self.master.pool_gb(self.gpu_gb))
@@ -76,12 +76,12 @@ CASES = {
 
 @dataclass(frozen=True)
 class Served:
-    """The outcome of the longest length that was predicted, and of the length after."""
+    """The outcome for the longest length that was predicted, and for one token more."""
 
     predicted: int
     is_served: bool
     seconds: float
-    beyond: str  # how the next length was refused; empty: it was served
+    beyond: str  # how one token more was refused; empty: it was served
 
     @property
     def is_exact(self) -> bool:
@@ -109,7 +109,7 @@ def node_sections(case: Case, checkpoints: dict[str, Path], budget: float | None
 
 
 def room_of(case: Case, checkpoints: dict[str, Path], budget: float) -> BorrowerRoom:
-    """Return the plan, as `swiftkv plan` makes it."""
+    """Return the borrower's room in the plan that `swiftkv plan` makes."""
     config: Config = parse_config({"models": node_sections(case, checkpoints, budget)})
     (room,) = plan_lending(plan_node(config, need_weights=False))
     return room
@@ -127,7 +127,7 @@ def probe(node: Node, longest: int, tokens: Tokens) -> Served:
 
 
 async def attempt(node: Node, num_tokens: int, tokens: Tokens) -> str:
-    """Send a prompt of so many tokens, and ask for one more, whose KV nobody needs. Return what went wrong."""
+    """Send a prompt of `num_tokens`, and ask for one more token, which needs no KV. Return what went wrong."""
     async with httpx.AsyncClient(timeout=900) as client:
         return (await send(client, node.target("master"), tokens.fresh(num_tokens), 1)).error
 
@@ -136,7 +136,7 @@ def measure(case: Case, checkpoints: dict[str, Path], tokens: Tokens) -> dict[st
     room = room_of(case, checkpoints, case.budget_part)
     alone, together = room.beside().sequence_tokens, room.sequence_tokens
     say(f"{case.label}: {alone:,} tokens without lending and {together:,} with are predicted")
-    # Started with more than is then lent, so that what refuses a longer one is memory and not max_model_len.
+    # Nodes start with a larger budget than is then lent, so that memory, not max_model_len, limits the length.
     sections = node_sections(case, checkpoints, case.budget_part + 0.1)
     waiting = {"lending": {"max_wait": "2s"}}
     plain = Node(f"{case.label}, off", {"lending": "off"}, node_sections(case, checkpoints, None))

@@ -2,11 +2,11 @@
 
     python benchmarks/lending_elastic.py --out benchmarks/out/elastic.json
 
-swiftkv's pools are block-major, so all four touch metadata only. Beside them a layer-major pool, which has to move the
-blocks of all layers but the first when it grows or shrinks by a block (SwiftCache, section 3.4 and Figure 5): it is a
-real flat buffer, moved by memmove, with `--layer-block-bytes` small enough that a million blocks fit in memory. The
-layer block of Qwen3-0.6B has 65,536 bytes: how long a pool of that shape would take to move is in the last column,
-at the bandwidth that the largest pool here had. Median microseconds per extent; a flat column is O(1).
+swiftkv's pools are block-major, so all four touch metadata only. They are compared with a layer-major pool, which has
+to move the blocks of all layers but the first when it grows or shrinks by a block (SwiftCache, section 3.4 and Figure
+5): a real flat buffer, moved by memmove, with `--layer-block-bytes` small enough that a million blocks fit in memory.
+The last column has the time that it would take with Qwen3-0.6B's layer blocks of 65,536 bytes, at the bandwidth of the
+largest pool here. Figures are median microseconds per extent; a flat column is O(1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NO_STOP = np.array([], np.int32)
 
 @dataclass(frozen=True)
 class Figures:
-    """Microseconds per extent, which is one block; `layer_major` per block by which the pool grows or shrinks."""
+    """Microseconds per extent, which is one block; of `layer_major`, per block that the pool gains or loses."""
 
     num_blocks: int
     lend_free: float
@@ -55,7 +55,7 @@ def time_us(call: Callable[[], object]) -> float:
 
 
 def elastic(num_blocks: int, num_extents: int, rounds: int) -> tuple[float, float, float]:
-    """Lend and take back `num_extents` at a time, from a pool that is free and from one that is full of prefixes."""
+    """Lend and take back `num_extents` at a time, from an empty pool and from one that is full of prefixes."""
     spec, link = GroupSpec(NUM_LAYERS, num_blocks), Link(0, num_blocks, 1)
     scheduler = Scheduler([spec], BLOCK_SIZE, 64, 1 << 20, num_blocks * BLOCK_SIZE, lend_links=[link])
 
@@ -77,7 +77,7 @@ def elastic(num_blocks: int, num_extents: int, rounds: int) -> tuple[float, floa
 
 
 def fill(scheduler: Scheduler, num_blocks: int, seed: int) -> None:
-    """Have prompts computed until the pool is full of what they left."""
+    """Compute prompts until the pool is full of their cached blocks."""
     rng = np.random.default_rng(seed)
     request_id = seed * 10_000_000
     while (free := scheduler.stats().groups[0].free) > 0:
@@ -87,7 +87,7 @@ def fill(scheduler: Scheduler, num_blocks: int, seed: int) -> None:
         scheduler.add_request(request_id, prompt, 1, 0, NO_STOP, b"", False)
         while (plan := scheduler.schedule()) is not None:
             scheduler.commit(np.ones(len(plan.logits_rows), np.int32))
-        if scheduler.stats().groups[0].free >= free:  # a block that is not full is not kept
+        if scheduler.stats().groups[0].free >= free:  # blocks that are not full are not kept
             break
 
 
@@ -115,13 +115,13 @@ def borrowed(num_blocks: int, num_extents: int, rounds: int) -> tuple[float, flo
 
 
 class LayerMajorPool:
-    """Shape (layers, blocks, layer block), in a buffer with room for one block more."""
+    """A pool of shape (layers, blocks, layer block), in a buffer with room for one block more."""
 
     def __init__(self, num_blocks: int, layer_block_bytes: int) -> None:
         self.num_blocks = num_blocks
         self._width = layer_block_bytes
         self.buffer = np.zeros(NUM_LAYERS * (num_blocks + 1) * layer_block_bytes, np.uint8)
-        self.buffer[:: max(1, layer_block_bytes)] = 1  # so that it is really there
+        self.buffer[:: max(1, layer_block_bytes)] = 1  # so that its pages exist
 
     @property
     def moved_bytes(self) -> int:
@@ -129,12 +129,12 @@ class LayerMajorPool:
         return (NUM_LAYERS - 1) * self.num_blocks * self._width
 
     def grow(self) -> None:
-        """Grow by a block. The last layer makes room first."""
+        """Grow by a block: each layer moves to make room, the last one first."""
         for layer in range(NUM_LAYERS - 1, 0, -1):
             self._move(layer, self.num_blocks, self.num_blocks + 1)
 
     def shrink(self) -> None:
-        """Shrink by a block: each layer closes the gap that the one before left."""
+        """Shrink by a block: each layer closes the gap after the layer before it."""
         for layer in range(1, NUM_LAYERS):
             self._move(layer, self.num_blocks + 1, self.num_blocks)
 

@@ -1,15 +1,15 @@
-"""Conversations that together exceed a model's own pool: swiftkv borrowing from two idle neighbours, beside vLLM:
+"""Measure conversations that exceed a model's pool: swiftkv, which borrows from two idle neighbours, beside vLLM:
 
     python benchmarks/lending_multiturn.py --vllm-venv VENV --checkpoint CKPT --out benchmarks/out/multiturn.json
 
-Both serve the model with a pool of 1 GiB. In swiftkv's node two idle models of the same shape stand beside it, with
-pools of their own, and lend it 1.8 GiB together. `--sessions` conversations grow for `--turns` turns, each of which
-sends the whole history and `--new` fresh tokens, and asks for `--out-tokens`: once in a fixed order, one at a time, and
-once in random order, two at a time. Servers are measured in turns, turn by turn of the conversations, and whoever is
-not measured is held still. First turns, which are new to every server, are left out of the figures.
+Both serve the model with a pool of 1 GiB. In swiftkv's node two idle models of the same shape, with pools of their own,
+lend it 1.8 GiB together. `--sessions` conversations grow for `--turns` turns, each of which sends the whole history and
+`--new` fresh tokens, and asks for `--out-tokens`: once in a fixed order, one at a time, and once in random order, two
+at a time. In each turn of the conversations the servers are measured one after the other, and the others are held
+still. First turns, which are new to every server, are left out of the figures.
 
-With several numbers of conversations (`--sessions 2 4 8`) each has a report of its own, multiturn-8.json, of which
-lending_plots.py draws a curve.
+With several numbers of conversations (`--sessions 2 4 8`) each has a report of its own, such as multiturn-8.json, and
+lending_plots.py draws a curve of them.
 
 VENV has vLLM's CPU build. Without --vllm-venv, or with --alone, the master is measured without lending as well.
 """
@@ -55,7 +55,7 @@ from swiftkv.bench.client import Answer, Target
 
 NAME = "small"
 POOL_GIB = 1
-LENT_MIB = 920  # of each neighbour: 1.8 GiB together, for all histories and what a turn adds
+LENT_MIB = 920  # by each neighbour: 1.8 GiB together, for all histories and what a turn adds
 SETTLE_S = 0.5  # time for a continued process to do its overdue work
 VLLM_START_TIMEOUT_S = 900
 VLLM_LIBRARIES = ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "lib/libiomp5.so")  # the second in the venv
@@ -146,7 +146,7 @@ SCENARIOS = (Scenario("in turn", 1, False), Scenario("random order, 2 at a time"
 
 @dataclass
 class Conversations:
-    """One server's side of a scenario. All are asked the same; what each answers becomes part of its history."""
+    """One server's side of a scenario. All servers get the same questions; a server's answers join its history."""
 
     server: Server
     history: list[list[int]]
@@ -163,7 +163,7 @@ class Conversations:
 
         before = self._stream_seconds()
         await asyncio.gather(*(work() for _ in range(scenario.concurrency)))
-        if number:  # later turns only, as in all figures
+        if number:  # figures leave out the first turns
             self.stream = self._added(self._stream_seconds() - before)
 
     async def _say(self, number: int, session: int, fresh: list[int], num_tokens: int, is_alone: bool) -> None:
@@ -266,7 +266,7 @@ def compare(servers: list[Server], args: argparse.Namespace, tokens: Tokens) -> 
 
 
 def start_servers(stack: ExitStack, args: argparse.Namespace, checkpoint: Path, directory: Path) -> list[Server]:
-    """Start servers one after the other, and hold each still once it is up: two that load at once take cores."""
+    """Start servers one after the other, and hold each still once it is up, so that loading servers do not compete."""
     servers: list[Server] = []
     vllm = VLLM(args.vllm_venv, checkpoint, args.max_model_len, directory) if args.vllm_venv else None
     if vllm is not None:

@@ -2,15 +2,15 @@
 
     python benchmarks/lending_neighbour.py --checkpoint CKPT --out benchmarks/out/neighbour.json
 
-Two nodes of a master and a worker: in one the master's pool is small and most of its conversation lies with the worker,
-so every step streams it; in the other lending is off and the master's pool holds it all. The master answers the same
-requests over and over in both, and the worker its own, one at a time. Nodes are measured in turns, round by round, and
-the other one is held still. The master has one core and the worker another, as they would have a GPU each; with
---shared-cores the system decides.
+There are two nodes of a master and a worker. In one the master's pool is small and most of its conversation lies with
+the worker, so every step streams it; in the other lending is off and the master's pool holds it all. In both the master
+answers the same requests over and over, and the worker its own, one at a time. Nodes are measured in turns, round by
+round, and the other one is held still. The master has one core and the worker another, as they would have a GPU each;
+with --shared-cores the system decides.
 
-Time to first token and time per output token of the worker's requests: the median over rounds of the ratio of medians,
-and the ratio of P99 over all rounds. Streaming that fails to happen would be unnoticed, too: what the master loaded and
-stored while it was measured stands beside.
+Prints time to first token and time per output token of the worker's requests: the median over rounds of the ratio of
+medians, and the ratio of P99 over all rounds; and how much the master loaded and stored meanwhile, because the figures
+would look as good if it had not streamed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lending_node import (
 )
 
 NUM_DECODED = 32
-"""By the worker, in each request."""
+"""The number of tokens that the worker decodes in each request."""
 MASTER_DECODED = 48
 MAX_MODEL_LEN = 4096
 
@@ -61,7 +61,7 @@ def make_node(checkpoint: Path, lending: bool, args: argparse.Namespace) -> Node
 
 @dataclass
 class Measured:
-    """The worker's requests in one node, by round, and what the master did meanwhile."""
+    """The worker's requests in one node, by round, and the master's streaming meanwhile."""
 
     node: Node
     history: list[int]
@@ -90,7 +90,7 @@ class Measured:
         self.tpot_s.append(tpot_s)
 
     async def _keep_master_busy(self, tokens: Tokens) -> None:
-        """Turn after turn of the same conversation: history that is cached, a few fresh tokens, an answer."""
+        """Send turns of one conversation without a pause: history that is cached, a few fresh tokens, an answer."""
         while True:
             answer = await ask(self.node.target("master"), self.history + tokens.fresh(64), MASTER_DECODED)
             self.master_tpot_s.append(time_per_output_token(answer))

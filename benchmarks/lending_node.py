@@ -1,7 +1,7 @@
-"""Nodes that are started, held still and stopped, loads, and reports, for all lending_*.py programs.
+"""Nodes that can be held still, loads, and reports, for all lending_*.py programs.
 
-Two nodes that are compared are both up; the one that is not measured is held still (SIGSTOP), so that the two can be
-measured in turns, in the same minutes, without costing each other anything.
+Nodes that are compared are up at the same time, and those that are not measured are held still (SIGSTOP). So they can
+be measured in turns, in the same minutes, without costing each other anything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STATS_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class StreamSeconds:
-    """Sums over the steps of one model that streamed, since its engine started; differences are of a time between."""
+    """Sums over the steps of one model that streamed, since its engine started; subtract two to get those between."""
 
     steps: float = 0.0
     load_s: float = 0.0
@@ -65,14 +65,14 @@ class StreamSeconds:
 
 
 class Node:
-    """A swiftkv node in a directory of its own, with everything that the programs ask it."""
+    """A swiftkv node in a directory of its own, with the requests that the programs send to it."""
 
     def __init__(self, name: str, node: dict[str, Any], models: Sequence[dict[str, Any]]) -> None:
         """`node` and `models` are the sections of the YAML file, without the port."""
         self.name = name
         self._names = [model["name"] for model in models]
         self._directory = tempfile.TemporaryDirectory(prefix="lend-")
-        self._http = httpx.Client(timeout=120)  # one for all calls: a new one takes tens of milliseconds
+        self._http = httpx.Client(timeout=120)  # one for all calls, because making one takes tens of milliseconds
         self._port = free_port()
         file = self.directory / "node.yaml"
         file.write_text(yaml.safe_dump({"node": {"port": self._port, **node}, "models": list(models)}, sort_keys=False))
@@ -146,14 +146,14 @@ class Node:
         return next(entry for entry in answer.json()["models"] if entry["model"] == model)
 
     def overview(self) -> dict[str, Any]:
-        """Return the view of all models at the moment: GET /admin/overview."""
+        """Return the current view of all models: GET /admin/overview."""
         answer = self._http.get(f"{self.url}/admin/overview", headers=self._admin_headers())
         answer.raise_for_status()
         view: dict[str, Any] = answer.json()
         return view
 
     def set_budget(self, worker: str, num_bytes: int) -> dict[str, Any]:
-        """Set a budget, and return when recalled memory is home."""
+        """Set a budget, and return the answer once recalled memory is back."""
         body = {"budget": f"{num_bytes}B"}
         answer = self._http.patch(f"{self.url}/admin/lending/{worker}", json=body, headers=self._admin_headers())
         answer.raise_for_status()
@@ -176,7 +176,7 @@ class Node:
             time.sleep(0.05)
 
     def stream_seconds(self, model: str) -> StreamSeconds:
-        """Return the engine's own sums; they are complete when it is at rest."""
+        """Return the engine's own sums, which are complete only when it is at rest."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self._http.get(f"{self.url}/metrics").text):
             for sample in family.samples:
@@ -220,7 +220,7 @@ class Node:
 
 @contextmanager
 def only(running: Node, others: Iterable[Node]) -> Iterator[Node]:
-    """Let only `running` run; the others, which were held still, stay so."""
+    """Let `running` run inside, and hold it still afterwards; `others` are held still all the time."""
     for other in others:
         if other is not running:
             other.hold()
@@ -269,7 +269,7 @@ def kill_tree(pid: int) -> None:
 
 
 def pin(process: psutil.Process, cores: Sequence[int]) -> None:
-    """Pin all threads of a process; those that it starts later do as the one that starts them."""
+    """Pin all threads of a process; later threads inherit this from the threads that start them."""
     for thread in process.threads():
         os.sched_setaffinity(thread.id, cores)
 
@@ -287,7 +287,7 @@ def small_checkpoint(given: Path | None) -> Path:
 
 
 def tiny_checkpoint() -> Path:
-    """Return a checkpoint for an engine whose memory is wanted and nothing else."""
+    """Return a checkpoint for an engine of which only the memory is needed."""
     return _make_once(OUT / "checkpoints" / "tiny", "tiny")
 
 
@@ -301,7 +301,7 @@ def _make_once(directory: Path, size: Any) -> Path:
 def make_shape(
     directory: Path, num_layers: int, num_kv_heads: int, max_position_embeddings: int, hidden_size: int = 64
 ) -> Path:
-    """Make a random model of so many layers and KV heads (of 32), as narrow as can be unless a width is given."""
+    """Make a random model of so many layers and KV heads of 32, as narrow as possible unless a width is given."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.utils.logging import disable_progress_bar
@@ -350,18 +350,18 @@ async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
 
 
 def time_per_output_token(answer: Answer) -> float:
-    """Return the seconds per token, of all tokens but the first."""
+    """Return the seconds per token, without the first token."""
     return (answer.latency_s - answer.ttft_s) / (answer.num_output_tokens - 1)
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Return the smallest value that at least `part` of `values` do not exceed; P99 of few values is the largest."""
+    """Return the smallest value that at least `part` of `values` do not exceed; of few values, P99 is the largest."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown, for benchmarks/README.md."""
+    """Return a Markdown table, for benchmarks/README.md."""
     lines = [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -371,7 +371,7 @@ def say(text: str) -> None:
 
 
 def parser(doc: str, rounds: int | None = None, default_model: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the options that programs share, and have the program stop its nodes when it is stopped.
+    """Return a parser with the options that programs share, and have the program stop its nodes when it is killed.
 
     Args:
         doc: The program's description.

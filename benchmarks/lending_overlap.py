@@ -1,19 +1,20 @@
-"""How much of the copying that layer streaming does is hidden behind computing, in a long prefill:
+"""Measure how much of layer streaming's copying is hidden behind computing, in a long prefill:
 
     python benchmarks/lending_overlap.py --checkpoint CKPT --out benchmarks/out/overlap.json
 
-Each round asks three nodes the same, in turns, and the others are held still: with one layer-stream buffer, with two,
-and with lending off and a pool that holds everything. A master with a small pool borrows from a worker that is idle:
+Each round sends the same requests to three nodes, in turns, while the others are held still: one with one layer-stream
+buffer, one with two, and one with lending off and a pool that holds everything. A master with a small pool borrows from
+an idle worker:
 
-- spilling: a prompt that its pool does not hold; its blocks go to the worker while it is computed, chunk by chunk, and
+- spilling: the pool does not hold the prompt; its blocks go to the worker while it is computed, chunk by chunk, and
   every later chunk reads them from there.
 - borrowed prefix: the same prompt again and `--new` fresh tokens; most of the prefix lies with the worker.
 
 `load` and `store` are the time of the copies, `exposed` is the time that computing waited for them, all as a part of
 the time to first token. The target is 1 % exposed, where the link allows it: copies must take less time than the layers
-they hide behind. So the speed of the link (one thread that copies in shared memory) and what it means stand beside, and
-so does the time to first token against that without lending, which counts everything: on a machine whose cores share
-their memory bandwidth, copies that are hidden still slow computing down.
+they hide behind. So the report also has the speed of the link (one thread that copies in shared memory) and what it
+means, and the ratio of the time to first token to that without lending, which counts everything: on a machine whose
+cores share their memory bandwidth, even hidden copies slow computing down.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LOADS = ("spilling", "borrowed prefix")
 
 @dataclass(frozen=True)
 class Prefill:
-    """One request, seconds."""
+    """One request; times in seconds."""
 
     node: str
     load: str
@@ -61,11 +62,11 @@ class Prefill:
     store_s: float
     exposed_s: float
     steps: int
-    num_peer_tokens: int  # of the prefix, that lay with the worker
+    num_peer_tokens: int  # tokens of the prefix that lay with the worker
 
 
 def make_node(checkpoint: Path, buffers: int, args: argparse.Namespace) -> Node:
-    """Return a node with so many stream buffers; 0: without lending."""
+    """Return a node with `buffers` stream buffers; 0: without lending."""
     options = {"threads": args.threads, "max_num_batched_tokens": args.chunk, "max_num_seqs": 16}
     if buffers == 0:
         master = model("master", checkpoint, "1GiB", "master", max_model_len=MAX_MODEL_LEN, **options)
@@ -115,7 +116,7 @@ def describe(one: Prefill) -> str:
 
 
 def report(found: list[Prefill], nodes: list[Node]) -> str:
-    """Medians over rounds."""
+    """Return the table of medians over rounds."""
     rows = []
     for load in LOADS:
         of_node = {node.name: [one for one in found if (one.node, one.load) == (node.name, load)] for node in nodes}

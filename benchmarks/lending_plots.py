@@ -1,4 +1,4 @@
-"""Draws what the other lending_*.py programs wrote with --out, for the README: `pip install swiftkv[bench]`, then
+"""Draw the reports that the other lending_*.py programs wrote with --out: `pip install swiftkv[bench]`, then
 
     python benchmarks/lending_plots.py --from benchmarks/out --to docs/images
 
@@ -7,8 +7,8 @@ lending_breakdown.png   where the time to first token goes: queue, load, execute
 lending_cdf.png         how long loads and stores of single requests take (the paper's Figure 11)
 lending_elastic.png     what it costs to resize a pool by an extent, beside a layer-major pool (section 3.4)
 
-As in the paper, the breakdown does not take off what copying and computing have in common: `exposed`, which the titles
-name, is what is left of loads and stores when that is done. What is missing in --from is left out.
+As in the paper, the breakdown shows loads and stores whole, although they overlap with computing; the titles name
+`exposed`, which is the part that does not overlap. Pictures whose reports are missing in --from are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLOURS = {"queue": "#9aa5b1", "load": "#2f7ebc", "execute": "#f0b35b", "store":
 
 @dataclass(frozen=True)
 class Request:
-    """Seconds of one prefill, or of several."""
+    """The seconds of one prefill, or sums over several."""
 
     queue_s: float
     prefill_s: float
@@ -44,7 +44,7 @@ class Request:
 
     @property
     def phases_s(self) -> dict[str, float]:
-        """Loads and stores whole; executing is what is left of the prefill without what was exposed."""
+        """The seconds by phase: loads and stores whole, and executing, which is the prefill less the exposed time."""
         execute_s = max(0.0, self.prefill_s - self.exposed_s)
         return {"queue": self.queue_s, "load": self.load_s, "execute": execute_s, "store": self.store_s}
 
@@ -65,7 +65,7 @@ def read(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def conversations(multiturn: dict[str, Any]) -> dict[str, list[Request]]:
-    """Return the later turns of swiftkv's conversations, by scenario: one by one where one was asked at a time."""
+    """Return the later turns of swiftkv's conversations by scenario, single ones where one was sent at a time."""
     found = {}
     for label, rounds in multiturn["results"].items():
         summaries = [summary for servers in rounds for summary in servers if summary["server"] == "swiftkv"]
@@ -108,7 +108,7 @@ def draw_breakdown(kinds: dict[str, list[Request]], file: Path) -> None:
 
 
 def draw_cdfs(kinds: dict[str, list[Request]], file: Path) -> None:
-    """Loads on the left, stores on the right; a curve for each kind of which there are several requests."""
+    """Draw loads on the left and stores on the right, with a curve for each kind that has several requests."""
     figure, both = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
     for axes, key, title in zip(both, ("load_s", "store_s"), ("load", "store"), strict=True):
         for label, requests in kinds.items():
@@ -154,7 +154,7 @@ def draw_waits(found: dict[str, dict[str, list[tuple[int, float]]]], file: Path)
 
 
 def draw_elastic(elastic: dict[str, Any], file: Path) -> None:
-    """Draw with both axes logarithmic."""
+    """Draw the times to resize a pool, both axes logarithmic."""
     pools = elastic["pools"]
     blocks = [pool["num_blocks"] for pool in pools]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

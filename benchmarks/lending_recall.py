@@ -1,14 +1,14 @@
-"""How fast a lender gets its memory back, and how fast the other side sees that a budget has changed:
+"""Measure how fast a lender gets its memory back, and how fast the borrower sees that a budget has changed:
 
     python benchmarks/lending_recall.py --checkpoint CKPT --out benchmarks/out/recall.json
 
-A worker lends 256 MiB, all of it in use for what the master has cached. Then its budget is set to 0 over the admin API,
-while the master is idle, while it decodes, and while it prefills; and is set back. Beside the time until that is
-answered stands what it is allowed to take: one step of the master, measured in the same round, and the copy of those
-bytes, at the speed of one thread that copies in shared memory here.
+A worker lends 256 MiB, full of the master's cached blocks. Then its budget is set to 0 over the admin API, while the
+master is idle, while it decodes, and while it prefills; and is set back. The time until the admin API answers is
+compared with the time allowed: one step of the master, measured in the same round, and the copy of those bytes, at the
+speed of one thread that copies in shared memory here.
 
 Meanwhile another thread asks the master's coordinator for its state, over and over: the time from sending the request
-to the first answer that shows the new budget's effect is the time to the other side. Target: 20 ms.
+to the first answer that shows the new budget's effect is the time until the borrower sees it. Target: 20 ms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from swiftkv.bench.client import Answer, send
 from swiftkv.latency import prefer_latency
 from swiftkv.lease.messages import LendingState, ShowLending
 
-LENT_BYTES = 258 << 20  # rounded down to extents, still 256 MiB
+LENT_BYTES = 258 << 20  # rounded down to extents, it is still 256 MiB
 STATES = ("idle", "decoding", "prefilling")
 SEEN_TIMEOUT_S = 30
 FILL_TOKENS = 512
@@ -58,15 +58,15 @@ class Recalled:
 
     state: str
     num_bytes: int
-    took_s: float  # says the worker
+    took_s: float  # as the worker reports it
     answered_s: float  # the whole PATCH
-    recall_seen_s: float  # until the master's coordinator shows that something is asked back
-    offer_seen_s: float  # until it shows something borrowed again
+    recall_seen_s: float  # until the master's coordinator shows that an extent is recalled
+    offer_seen_s: float  # until it shows that an extent is borrowed again
     step_s: float  # of the master, in this state
 
 
 class Watcher:
-    """Asks a coordinator for its state over and over, and knows when it first showed something."""
+    """Asks a coordinator for its state over and over, and knows when it first showed a given state."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -82,7 +82,7 @@ class Watcher:
         return self._decoder.decode(self._socket.recv())
 
     def borrowed_extents(self) -> int:
-        """Return the extents that are held and not asked back."""
+        """Return the number of extents that are held and not recalled."""
         return sum(link.counts["held"] for link in self.state().borrows)
 
     def wait_for(self, shows: Callable[[int], bool]) -> float:
@@ -131,7 +131,7 @@ class Master:
         self._args = args
 
     def fill(self, watcher: Watcher) -> None:
-        """Have prompts computed until what is borrowed is full of cached blocks."""
+        """Compute prompts until the borrowed memory is full of cached blocks."""
         while watcher.state().groups[0].borrowed_free > FILL_TOKENS // self._node.plan("master").block_size:
             asyncio.run(ask(self._node.target("master"), self._tokens.fresh(FILL_TOKENS), 1))
 
@@ -164,7 +164,7 @@ class Master:
 
 
 def step_seconds(state: str, answer: Answer, args: argparse.Namespace) -> float:
-    """Return the seconds of one step; of decode steps the median, because a recall disturbed one of them."""
+    """Return the seconds of one step; for decode steps the median, because a recall disturbed one of them."""
     if answer.error:
         raise SystemExit(f"the master, {state}: {answer.error}")
     if state == "decoding":

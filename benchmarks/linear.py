@@ -3,7 +3,7 @@
     python benchmarks/linear.py                      # bfloat16, a 28-layer model of hidden size 1024, 2 threads
     python benchmarks/linear.py --rows 1 512 --dtype float32 --threads 1
 
-The two run in turn, pass by pass, so that a machine that drifts drifts for both. Reported: best and median pass.
+The two run in turn, pass by pass, so that a drift of the machine affects both. Prints the best and the median pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def time_in_turn(passes: dict[str, Callable[[], None]], repeats: int) -> dict[st
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for repeat in range(repeats + 1):
         for name, run in passes.items():
-            time.sleep(0.02)  # until the other's waiting threads no longer spin
+            time.sleep(0.02)  # until the other's waiting threads stop spinning
             start = time.perf_counter()
             run()
             if repeat > 0:

@@ -2,22 +2,22 @@
 
     python benchmarks/model_cycles.py --cycles 100 --out benchmarks/out/model_cycles.json
 
-One node; two models, of which one lends to the other, answer all the time, one request after the other. In each cycle
-a third one is added, put to sleep (at level 1 and level 2 in turns), woken, asked for a few tokens and removed. Before
-or after that, in turns, comes a calm time of --calm-s. Shown are the times between tokens of the two models, calm and
-in each kind of change; asked for: P99 of all changes together at most 1.2 times that of the calm times, as the median
-over cycles of the ratio within a cycle.
+One node serves two models, one of which lends to the other; both answer all the time, one request after the other. In
+each cycle a third one, the guest, is added, put to sleep (at level 1 and level 2 in turns), woken, asked for a few
+tokens and removed. Before or after that, in turns, comes a calm time of --calm-s. Printed are the times between tokens
+of the two models, calm and in each kind of change; asked for: P99 of all changes together at most 1.2 times that of the
+calm times, as the median over cycles of the ratio within a cycle.
 
-After --warm cycles, and after every other one, the node's processes and files, `/dev/shm`, and the threads and open
-files of the gateway and the two engines are listed: asked for is that nothing has come that stays. Their private memory
-is read too; asked for is that it grows by less than --growth-kib in a cycle, from the least of the first half of all
-cycles to the least of the second: a hundred cycles tell, ten do not. The exit status is 1 if a check failed.
+After --warm cycles, and after each later one, the node's processes and files, `/dev/shm`, and the threads and open
+files of the gateway and the two engines are listed; asked for: nothing is added that stays. Their private memory is
+read too; asked for: it grows by less than --growth-kib in a cycle, from the least of the first half of all cycles to
+the least of the second, which takes a hundred cycles to tell, not ten. The exit status is 1 if a check failed.
 
-`--streams 0 --calm-s 0` looks at what is left behind and at nothing else, in a fraction of the time: in each cycle the
-two models answer one request each.
+`--streams 0 --calm-s 0` checks only what is left behind, in a fraction of the time: in each cycle the two models answer
+one request each.
 
-`--checkpoint` has models of real size stream, whose tokens are tens of milliseconds apart: pools grow with them, to
-hold the longest sequence of each stream. The model that comes and goes stays small unless `--guest` names another.
+With `--checkpoint` models of real size stream, whose tokens are tens of milliseconds apart: pools grow with them, to
+hold the longest sequence of each stream. The guest stays small unless `--guest` names another.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _REST_TIMEOUT_S = 30.0
 _SETTLE_S = 0.3
 _SHOWN_PARTS = (0.06, 0.24, 0.5, 0.75, 1.0)
 _TO_COLLECT = 2
-"""Threads of the tokenizer of a model that is gone, which end when Python collects it."""
+"""The threads of a removed model's tokenizer, which end when Python collects it."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in which one thing was done, or nothing."""
+    """A time in which one change was made, or none."""
 
     cycle: int
     name: str
@@ -81,7 +81,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Belongings:
-    """The belongings of a node: a model that is gone must have left none of its own behind."""
+    """The belongings of a node, to which a removed model must have added nothing."""
 
     processes: list[str]
     files: list[str]
@@ -96,11 +96,11 @@ class Figures:
 
     spans: list[Span] = field(default_factory=list)
     token_times_s: list[tuple[float, float]] = field(default_factory=list)
-    """The times of two tokens of an answer that follow each other."""
+    """The times of each two consecutive tokens of an answer."""
     belongings: list[Belongings] = field(default_factory=list)
-    """The node's, after each cycle."""
+    """The node's belongings after each cycle."""
     private_bytes: dict[str, list[int]] = field(default_factory=dict)
-    """The resident memory after each cycle, by process, without pools and files, which are mappings that are shared."""
+    """The resident memory after each cycle, by process, without shared mappings, which pools and files are."""
 
     @contextmanager
     def span(self, cycle: int, name: str) -> Iterator[None]:
@@ -111,7 +111,7 @@ class Figures:
     def gaps_s(self, names: Sequence[str], cycle: int | None = None) -> list[float]:
         """Return the times between tokens in the spans of these names, of one cycle or of all.
 
-        A time counts for every change that it touches, and for a calm time that has all of it.
+        A gap counts for every change that it overlaps, and for a calm time only if it lies within it.
         """
         begins, ends = np.array(self.token_times_s).reshape(-1, 2).T
         counts = np.zeros(len(begins), bool)
@@ -142,7 +142,7 @@ class Cycles:
         self._is_over = False
 
     async def run(self) -> tuple[Belongings, Belongings]:
-        """Return what the node had after the warm-up, and at the end."""
+        """Run all cycles; return the node's belongings after the warm-up and at the end."""
         await self._beside_streams(self._args.warm)
         before, self.figures = await self._at_rest(), Figures()
         await self._beside_streams(self._args.cycles)
@@ -172,7 +172,7 @@ class Cycles:
             await asyncio.sleep(self._args.calm_s)
 
     async def _change(self, cycle: int) -> None:
-        """Let the guest come and go."""
+        """Add the guest, put it to sleep, wake it, ask it and remove it."""
         checkpoint = self._args.guest or DEMO_CHECKPOINTS / "code"
         memory = pool_memory(checkpoint, 16, _GUEST_MODEL_LEN)
         section = model(GUEST, checkpoint, memory, threads=1, max_model_len=_GUEST_MODEL_LEN)
@@ -224,13 +224,13 @@ class Cycles:
 
 
 def pool_memory(checkpoint: Path, least_mib: int, num_tokens: int) -> str:
-    """Return a pool that holds `num_tokens`, of `least_mib` at least, as the YAML file has it."""
+    """Return the size of a pool that holds `num_tokens`, at least `least_mib`, as the YAML file has it."""
     block_bytes = sum(group.block_bytes for group in read_config(checkpoint).kv_groups(_BLOCK_SIZE, "bfloat16"))
     return f"{max(least_mib, ceil_div(ceil_div(num_tokens, _BLOCK_SIZE) * block_bytes, MIB))}MiB"
 
 
 def growth_kib(values: Sequence[int]) -> float:
-    """Return by how much the least of `values` grows from one to the next, from their first half to their second."""
+    """Return the growth per cycle from the least of the first half of `values` to the least of the second."""
     half = len(values) // 2
     return (min(values[half:]) - min(values[:half])) / 1024 / half if half else 0.0
 
@@ -247,7 +247,7 @@ def check(checks: Checks, figures: Figures, before: Belongings, after: Belonging
 
 
 def changed(before: Belongings, after: Belongings) -> dict[str, list[str]]:
-    """Return what has come (+) and gone (-), by the kind of belongings."""
+    """Return the belongings that were added (+) and removed (-), by kind."""
     pairs = zip(asdict(before).items(), asdict(after).values(), strict=True)
     return {name: _differences(then, now) for (name, then), now in pairs}
 
@@ -260,7 +260,7 @@ def _differences(then: Any, now: Any) -> list[str]:
 
 
 def rows(figures: Figures) -> list[list[str]]:
-    """Return how long each kind of change took, and the times between tokens meanwhile."""
+    """Return table rows: how long each kind of change took, and the times between tokens meanwhile."""
     made = []
     for name in (CALM, *CHANGES):
         gaps_s = figures.gaps_s([name])

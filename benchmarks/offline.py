@@ -2,14 +2,13 @@
 
     python benchmarks/offline.py azure_llm_code_2023.csv --shrink 4
 
-Clients send the requests of a trace; a batch has lines of the same lengths, without end. Each way of running them is
-tried with more and more lines in flight, up to the most with which at most --most-missed of the clients' requests miss
-their targets, which are those of overload.py, as are the engine, its law for the time of a step and its noise. Ways:
-strict priority, as vLLM has it (a client's request that waits goes first, and steps take as many tokens as they may);
-the same with steps that are bounded in time; and that of swiftkv: the class `batch`, which gives way, and the gateway's
-own rule for how many lines run. The figures do not depend on the machine. Columns: lines in flight, online requests
-that missed, offline tokens of lines that ended, by the second until the last request of a client ended, and these in
-relation to strict priority.
+Clients send the requests of a trace; a batch has lines of the same lengths, and does not end. Each way of running lines
+is tried with more and more of them in flight, as long as at most --most-missed of the clients' requests miss their
+targets. Targets, engine, step times and noise are those of overload.py. Ways: strict priority, as in vLLM (a waiting
+request of a client goes first, and steps take as many tokens as they may); the same with steps that are bounded in
+time; and swiftkv's own: the class `batch`, which gives way, and the gateway's rule for how many lines run. The figures
+do not depend on the machine. Columns: lines in flight; the part of online requests that missed; offline tokens a second
+of lines that ended, until the last request of a client ended; and their ratio to strict priority.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from swiftkv.simulate.doors import OpenDoor
 from swiftkv.simulate.simulator import EngineRun
 
 _KINDS = ("input", "cached", "output", "computed")
-_FIRST_BLOCK = 1 << 28  # lines begin like nobody's prompt
+_FIRST_BLOCK = 1 << 28  # lines share no beginning with a client's prompt
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ STRICT, BOUNDED, OURS = (
 
 
 class MixedRun(EngineRun):
-    """An engine with clients' requests, and behind them in `arrivals` the lines of a batch, which have no time."""
+    """An engine with clients' requests in `arrivals`, and after them the lines of a batch, whose times are ignored."""
 
     def __init__(self, num_online: int, room: Room, way: Way, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -118,7 +117,7 @@ def study(
 
 
 def most(way: Way, counts: Iterable[int], most_missed: float, run: Any) -> tuple[int, dict[str, float]]:
-    """Return the most lines with which few enough clients' requests miss, and the figures."""
+    """Return how many lines give the most tokens while few enough of the clients' requests miss, and the figures."""
     best: tuple[int, dict[str, float]] = (0, run(way, 0))
     for count in counts:
         found = run(way, count)

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI behind just enough HTTP for `benchmarks/peers.py`: token ids in, one event a token out.
+"""Serve OpenVINO GenAI with just enough HTTP for `benchmarks/peers.py`: token ids in, one event a token out.
 
-OpenVINO GenAI is a library; measuring it in process would spare it what every server pays. Needs only the packages
+OpenVINO GenAI is a library; measured within a process it would not pay for HTTP as servers do. Needs only the packages
 that export and run the model:
 
     pip install openvino-genai "optimum-intel[openvino]"
@@ -100,7 +100,7 @@ def make_handler(pipeline: Pipeline) -> type[BaseHTTPRequestHandler]:
             self.wfile.flush()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet: the load generator reports."""
+            """Log nothing: the load generator reports."""
 
     return Handler
 

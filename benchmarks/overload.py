@@ -2,18 +2,20 @@
 
     python benchmarks/overload.py mooncake_conversation.jsonl
 
-A trace comes at several loads, in parts of what the engine can do. Three runs each: nobody is refused; a request that
-has no first token in time is given up then; and, as a gateway does and by the same code, a request that is forecast to
-have none in time is refused on arrival (swiftkv/server/forecast.py), and one that waits until it is too late to begin
-is refused then (swiftkv/server/last_starts.py). A step takes as long as a law says, and noise; the law is what the
-engine is taken to have learnt. A first token is due within --target-s, or --times-alone as long as it would take alone
-if that is more, and a token within 0.3 s on average. The figures do not depend on the machine. Columns, in parts of all
-requests: refused or given up, and of these, refused while they waited; served late; in time. Of those that missed in
-the run without refusals, how many were named (recall), and of those named, how many missed (precision): by the forecast
-on arrival alone (and the recall of the threshold that is best at a precision of 0.95), and by it or later, before they
-began. Then how many of those refused missed in that run. Of all
-tokens computed, those of requests that were not in time; how busy the engine was in the 10 s after each refusal (one
-that oscillates stands still then); and how many were refused or late, in relation to the run that gives up who is late.
+A trace comes at several loads, in parts of what the engine can do. Each load has three runs. In the first, no request
+is refused. In the second, a request that has no first token when it is due is given up. In the third, as in a gateway
+and by the same code, a request that is forecast to be late is refused on arrival (swiftkv/server/forecast.py), and one
+that waits until it is too late to begin is refused then (swiftkv/server/last_starts.py).
+
+A step's time follows a formula, which the engine is taken to have learnt, plus noise. A first token is due within
+--target-s, or within --times-alone the time that it takes alone if that is more, and each further token within 0.3 s on
+average. The figures do not depend on the machine. Columns, in parts of all requests: refused or given up, and of these,
+refused while they waited; served late; in time. Recall is the part named of the requests that were late in the run
+without refusals, precision the part that was late of those named: by the forecast on arrival alone (with the best
+recall that a threshold reaches at a precision of 0.95), and by it or while they waited. Then come the part of the
+refused that missed in that run; the part of all computed tokens that belong to requests which were not in time; how
+busy the engine was in the 10 s after each refusal (one that oscillates stands still then); and the number of requests
+refused or late, in relation to the run that gives up late ones.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _MOST_RATIO = 1.5  # of forecast and target: the highest threshold that is tried
 
 
 class LateDoor(OpenDoor):
-    """Gives up whoever has no first token when it is due."""
+    """Gives up each request that has no first token when it is due."""
 
     def __init__(self, target_ttft_s: Target) -> None:
         super().__init__(target_ttft_s)
@@ -83,9 +85,9 @@ class LateDoor(OpenDoor):
 
 
 class OracleDoor(ForecastingDoor):
-    """Knows exactly when a first token would come if nobody else came: a copy of the process serves on without others.
+    """Knows exactly when a first token would come if no other request came: a copy of the process goes on without any.
 
-    It knows the lengths of answers, what is cached, and the noise of steps; nobody can forecast better from the past.
+    It knows the lengths of answers, what is cached, and the noise of steps; no forecast can know more of the past.
     """
 
     run: EngineRun
@@ -123,14 +125,14 @@ class OracleDoor(ForecastingDoor):
         return dropped
 
     def _answer(self, ttft_s: float) -> NoReturn:
-        """End the copy."""
+        """Report the time from the copy, and end it."""
         os.write(self._answer_fd, struct.pack("d", ttft_s))
         os._exit(0)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The engine, and what is promised."""
+    """The engine, and the targets of its requests."""
 
     policy: SchedulingPolicy
     max_num_seqs: int
@@ -177,7 +179,7 @@ class Setting:
 
 
 def alone_s(num_tokens: int) -> float:
-    """Return how long a prompt takes that nobody else holds up."""
+    """Return how long a prompt takes with no other requests."""
     work = _core.StepWork()
     work.add_row(0, num_tokens)
     num_steps = -(-num_tokens // MAX_NUM_BATCHED_TOKENS)
@@ -197,7 +199,7 @@ class Verdict:
 
     @property
     def is_late(self) -> npt.NDArray[np.bool_]:
-        """Whether the first token was, of those that had one."""
+        """Whether the first token was late; false for requests that had none."""
         return np.nan_to_num(self.outcome.ttft_s, nan=-1.0) > self.target_s
 
     @property
@@ -215,7 +217,7 @@ class Verdict:
 
     @property
     def busy_after_part(self) -> float:
-        """How busy the engine was in the seconds that followed refusals, which an engine that oscillates is not."""
+        """How busy the engine was in the seconds after refusals; one that oscillates stands still then."""
         outcome = self.outcome
         begin_s, end_s = outcome.step_end_s - outcome.step_s, outcome.step_end_s
         refused_s = outcome.arrival_s[self.is_refused]
@@ -227,12 +229,12 @@ class Verdict:
 
 
 def parts(hits: npt.NDArray[np.bool_], of: npt.NDArray[np.bool_]) -> float:
-    """Return which part of `of` are among `hits`; NaN if there are none."""
+    """Return the part of `of` that is also in `hits`; NaN if `of` is empty."""
     return float(hits[of].mean()) if of.any() else float("nan")
 
 
 def best_recall(is_late: npt.NDArray[np.bool_], ratios: npt.NDArray[np.float64]) -> float:
-    """Return the highest recall of naming those above any threshold, among those of a precision of 0.95."""
+    """Return the highest recall that a threshold on `ratios` reaches with a precision of at least 0.95."""
     named = [ratios > threshold for threshold in np.linspace(0.5, _MOST_RATIO, 101)]
     return max((parts(each, is_late) for each in named if parts(is_late, each) >= _PRECISION), default=0.0)
 
@@ -277,7 +279,7 @@ def study(setting: Setting, arrivals: Sequence[Arrival]) -> dict[str, dict[str, 
 
 
 def at_load(arrivals: Sequence[Arrival], load: float, busy_s: float) -> list[Arrival]:
-    """Return the requests as often as makes `load` of what the engine can do: it needs `busy_s` for all of them."""
+    """Return the requests at `load` of what the engine can do, which needs `busy_s` for all of them."""
     span_s = arrivals[-1].time_s - arrivals[0].time_s
     return [replace(a, time_s=(a.time_s - arrivals[0].time_s) * busy_s / (span_s * load)) for a in arrivals]
 
@@ -312,7 +314,7 @@ def study_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def target_of(args: argparse.Namespace) -> Target:
-    """Return the time within which a first token is due: a fixed one, or so many times what it takes alone."""
+    """Return the time within which a first token is due: a fixed one, or a multiple of its time alone."""
     return lambda arrival: float(max(args.target_s, args.times_alone * alone_s(arrival.input_tokens)))
 
 

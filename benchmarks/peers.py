@@ -1,18 +1,17 @@
-"""swiftkv beside other servers on the same machine, in the same minutes.
+"""Measure swiftkv beside other servers on the same machine, in the same minutes.
 
 Machines drift and are shared, so absolute figures of two runs cannot be compared. Here every round measures every
-server once for each load, in turns, and what counts is the median over rounds of the ratio within a round.
+server once for each load, in turns, and the result is the median over rounds of the ratio within a round.
 
     swiftkv checkpoint make --arch qwen3 --size small CKPT
     swiftkv serve node.yaml &  vllm serve CKPT --served-model-name small --port 8100 … &
     python benchmarks/peers.py swiftkv=http://127.0.0.1:8000 vllm=http://127.0.0.1:8100 --model small
 
-The first server is the one that the others are compared with. Any server will do that takes token ids at
-/v1/completions and streams. Loads: prefill of N tokens (one new token), decoding 128 tokens at batch B after a prompt
-of 128, the second turn of a conversation (2048 tokens that the server has seen, and 32 new ones), and saturation: so
-many requests at once, each followed by the next, of 512 tokens with answers of 128 as `vllm bench serve` has them, or
-of the lengths in a trace (--trace azure_llm_code_2023.csv). Without --only, the loads of saturation are left out: each
-takes minutes.
+The first server is compared with the others. Any server will do that takes token ids at /v1/completions and streams.
+Loads: prefill of N tokens (one new token), decoding 128 tokens at batch B after a prompt of 128, the second turn of a
+conversation (2048 tokens that the server has seen, and 32 new ones), and saturation: a fixed number of requests at
+once, each followed by the next, of 512 tokens with answers of 128 as `vllm bench serve` sends them, or of the lengths
+in a trace (--trace azure_llm_code_2023.csv). Without --only, the loads of saturation are left out: each takes minutes.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ class Server:
 
 @dataclass
 class Session:
-    """The set-up that every measurement needs; `fresh` prompts never repeat, so nothing is cached by chance."""
+    """The set-up of all measurements. Prompts of `fresh` never repeat, so nothing is cached by chance."""
 
     client: httpx.AsyncClient
     rng: random.Random
     vocab: tuple[int, int]
     trace: Sequence[tuple[int, int]]
-    """Lengths of prompts and answers."""
+    """The lengths of prompts and answers."""
 
     def fresh(self, num_tokens: int) -> list[int]:
         return [self.rng.randrange(*self.vocab) for _ in range(num_tokens)]
@@ -110,7 +109,7 @@ def decode(batch: int) -> Load:
 
 
 def second_turn() -> Load:
-    """Return a load that measures the time to first token of a prompt that was seen but for its last tokens."""
+    """Return a load that measures the time to first token of a prompt of which only the last tokens are new."""
 
     async def measure(session: Session, server: Server) -> float:
         history = session.fresh(NUM_HISTORY)
@@ -124,7 +123,7 @@ def second_turn() -> Load:
 
 
 def saturated(at_once: int) -> Load:
-    """Return a load that measures the answers' tokens a second, over three requests for each of those at once."""
+    """Return a load that measures the answers' tokens a second, of `3 * at_once` requests, `at_once` at a time."""
 
     async def measure(session: Session, server: Server) -> float:
         lengths = [(NUM_SATURATING_PROMPT, NUM_DECODED)] * (3 * at_once)
@@ -155,7 +154,7 @@ async def _tokens_a_second(session: Session, server: Server, lengths: Sequence[t
 
 
 def read_trace(path: Path, num_requests: int, longest: int) -> list[tuple[int, int]]:
-    """Return the prompt and answer lengths of a trace's first requests, those that together have at most `longest`."""
+    """Return the lengths of prompt and answer of a trace's first requests with at most `longest` tokens in all."""
     with path.open() as file:
         rows = ((int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file))
         return list(islice((pair for pair in rows if pair[1] and sum(pair) <= longest), num_requests))
@@ -189,7 +188,7 @@ async def measure_all(servers: list[Server], args: argparse.Namespace) -> Result
     trace = read_trace(args.trace, args.trace_requests, args.longest) if args.trace else []
     async with httpx.AsyncClient(timeout=900) as client:
         session = Session(client, random.Random(args.seed), (300, args.vocab_size), trace)
-        for server in servers:  # so that the first round is like the others
+        for server in servers:  # a warm-up, so that the first round is like the others
             await session.ask(server, session.fresh(600), 8)
         for number in range(args.rounds):
             for load in loads:
@@ -221,7 +220,7 @@ def markdown(results: Results, servers: list[Server]) -> str:
 
 
 def rss_gib(pid: int) -> float:
-    """Resident bytes of a process and its descendants; shared pages count once for each."""
+    """Return the resident GiB of a process and its descendants; shared pages count once for each."""
     root = psutil.Process(pid)
     return float(sum(process.memory_info().rss for process in [root, *root.children(recursive=True)])) / 2**30
 

@@ -2,11 +2,11 @@
 
     python benchmarks/policies.py mooncake_conversation.jsonl
 
-Clients send the prompts of a trace, each its next one when it has the answer to the one before (a closed loop). A step
-takes as long as a law says: 22 ms, 1.27 ms a token and 0.25 us for each token that a token looks back on, what
-Qwen3-0.6B's shape takes on two cores. Lengths are those of the trace over --shrink. The figures do not depend on the
-machine. Columns: seconds to the first token (mean, P50, P90, P99, longest), the same in relation to fcfs, the part of
-prompt tokens that was cached, and prompt tokens a second of virtual time.
+Clients send the prompts of a trace; each sends its next one when it has the answer to the one before (a closed loop). A
+step takes 22 ms, 1.27 ms a token and 0.25 us for each token that a token looks back on, as Qwen3-0.6B's shape does on
+two cores. Lengths are those of the trace divided by --shrink. The figures do not depend on the machine. Columns:
+seconds to the first token (mean, P50, P90, P99, longest), their ratios to fcfs, the part of prompt tokens that was
+cached, and prompt tokens a second of virtual time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def shortened(arrival: Arrival, factor: int) -> Arrival:
 def serve(
     policy: SchedulingPolicy, arrivals: Sequence[Arrival], args: argparse.Namespace, num_clients: int | None = None
 ) -> Outcome:
-    """Serve requests when they arrive, or to so many clients that each send the next one after an answer."""
+    """Serve requests as they arrive, or as `clients` send them, each its next one after an answer."""
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
         block_size=args.block_size,

@@ -1,4 +1,4 @@
-"""Small file systems for /dev/shm and TMPDIR that nobody else sees, to be filled up."""
+"""Small file systems for /dev/shm and TMPDIR, visible to this program only, so that they can be filled up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def enter() -> bool:
     """Start the program again in a mount namespace of its own, with a TMPDIR and a /dev/shm of 64 MiB each.
 
-    Returns whether it runs in one; `False` where the system has no such namespaces for us.
+    Returns whether it runs in one; `False` where the system does not permit such namespaces.
     """
     if _INSIDE not in os.environ:
         _start_again_inside()
@@ -29,13 +29,13 @@ def enter() -> bool:
 
 
 def _start_again_inside() -> None:
-    """Run this program again in a namespace of its own. Does not return if that can be done."""
+    """Run this program again in a namespace of its own. Returns only if that is not possible."""
     unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(SHARED_MEMORY)]
     try:
         if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
             return
-    except FileNotFoundError:  # no such programs
+    except FileNotFoundError:  # the programs that this needs are not installed
         return
     directory = tempfile.mkdtemp(prefix="swiftkv-full-")
     os.environ[_INSIDE] = os.environ["TMPDIR"] = directory

@@ -1,27 +1,27 @@
-"""Replays the prompts of a trace through the C++ core: what part of their tokens a prefix cache would have had.
+"""Replay the prompts of a trace through the C++ core, and count the part of their tokens that is cached:
 
     python benchmarks/replay.py ../shared/traces/mooncake_conversation.jsonl --markdown
 
 No model runs: requests come one after the other, in the trace's order, and each is prefilled and ended by its first
 token. So answers are in no cache. The model is a hybrid of MiMo-V2.5-Pro's shape: 70 layers, of which 60 look back over
-128 tokens. A budget is the bytes of so many tokens of a dense twin, whose 70 layers see everything. Columns:
+128 tokens. A budget is the bytes of so many tokens of a dense twin, whose 70 layers have full attention. Columns:
 
 - dense: the twin
-- ours: the hybrid, its groups sharing one pool
-- regions: the hybrid, its pool divided as `blocks_in_pool` does
-- share: the hybrid, its window group getting that part of the bytes; each in a table of its own, and the best
+- ours: the hybrid, whose groups share one pool
+- regions: the hybrid, with its pool divided as `blocks_in_pool` does
+- share: the hybrid, whose window group gets that part of the bytes; all in a table of their own, and the best
 - interval: ours, with that `retention_interval`
-- every tail, latest tail, undivided: rules of `replay_rules.py`, which are no part of the core, in a pool that is not
-  divided. Windows keep a tail at the end of each 512 tokens, of each prompt, or where the core keeps one
-- clairvoyant: likewise, and it knows the prompts to come
+- every tail, latest tail, undivided: rules of `replay_rules.py`, which are not part of the core, in an undivided pool.
+  Windows keep a tail at the end of each 512 tokens, of each prompt, or where the core keeps one
+- clairvoyant: likewise, but it knows later prompts
 - endless: a cache that forgets nothing
-- behind: how far ours is below the best of the columns that do not know what is to come
+- behind: how far ours is below the best of the columns that do not know later prompts
 
-The trace has an id for each 512 tokens, and another one for what is left at a prompt's end, whatever the next turn goes
-on with. A prompt that goes on would leave the one before it at the end of that one's last whole 512 tokens, and never
-at its end, where the tails are kept. So prompts end there, with less than a block more; their lengths in the hit rate
-are those of the trace. With --rest, what is left comes behind them, in a request of its own that does not count, as an
-answer would: it takes room, and leaves a boundary more.
+The trace has an id for each 512 tokens of a prompt, and another id for the rest at its end, whatever tokens the next
+turn has there. So the next turn would part from a prompt at the end of its last whole 512 tokens, and never at its end,
+where the tails are kept. Therefore prompts end there, with less than a block more; their lengths in the hit rate are
+those of the trace. With --rest, the rest follows each prompt as a request of its own that does not count, as an answer
+would: it takes room, and leaves one more boundary.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHARES = (0.02, 0.05, 0.10, 0.12, 0.20, 0.30, 0.50)
 INTERVALS = (2048,)
 RULES = ("every tail", "latest tail", "undivided", "clairvoyant")
 ASKED_FOR = {1.0: 4.0, 2.0: 3.3, 4.0: 1.9}
-"""By budget: how often our hit rate is the twin's, at least."""
+"""The least ratio of our hit rate to the twin's, by budget in millions of tokens."""
 _FULL_LAYERS, _LAYERS = 10, 70
 _WINDOW = 128
 _HEADS, _K_DIM, _V_DIM = 8, 192, 128
@@ -64,7 +64,7 @@ class Outcome:
     hit_tokens: int
     hit_rate: float
     window_missed_tokens: int
-    """Their full attention's KV was there, the window's tail was not."""
+    """The tokens whose KV of full attention was cached while the window's tail was not."""
     seconds: float
 
 
@@ -81,20 +81,20 @@ def dense_twin(block_size: int) -> KVGroup:
 
 
 def divide(pool_bytes: int, groups: tuple[KVGroup, KVGroup], share: float) -> tuple[int, int]:
-    """Give the window group that part of the pool."""
+    """Return the blocks of each group if the window group gets `share` of the pool."""
     full, window = groups
     num_window = int(pool_bytes * share) // window.block_bytes
     return (pool_bytes - num_window * window.block_bytes) // full.block_bytes, num_window
 
 
 def cut(prompt: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the blocks of a prompt: whole ids, and less than a block of what is left."""
+    """Return the tokens of a prompt: those of whole ids, and less than a block of the rest."""
     rest = len(prompt) % BLOCK_TOKENS
     return prompt[: max(1, len(prompt) - rest + min(rest, block_size - 1))]
 
 
 def serve(scheduler: _core.Scheduler, prompt: np.ndarray) -> None:
-    """Prefill a prompt and end it. It is alone, so it may have the number of those before."""
+    """Prefill a prompt and end it. It is alone, so all prompts may have the same request number."""
     scheduler.add_request(0, prompt, 1, 0, _NO_STOP, b"model", False)
     while (plan := scheduler.schedule()) is not None:
         scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
@@ -103,12 +103,12 @@ def serve(scheduler: _core.Scheduler, prompt: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """The trace, and how the core is to take it."""
+    """The trace, and the settings with which the core replays it."""
 
     arrivals: Sequence[Arrival]
     block_size: int
     chunk: int
-    has_rest: bool  # what is left of a prompt comes behind it
+    has_rest: bool  # whether the rest of each prompt follows it
 
     @property
     def num_tokens(self) -> int:
@@ -185,11 +185,11 @@ def replay_budget(
     }
     outcomes |= {f"share {share:g}": replay.run(regions, divide(pool_bytes, groups, share)) for share in shares}
     outcomes |= {f"interval {interval:,}": replay.run(shared, ours, interval) for interval in intervals}
-    return outcomes if replay.has_rest else outcomes | replay.run_rules(pool_bytes)  # which know nothing of the rest
+    return outcomes if replay.has_rest else outcomes | replay.run_rules(pool_bytes)  # rules do not support the rest
 
 
 def of_kind(outcomes: dict[str, Outcome], kind: str) -> dict[str, Outcome]:
-    """Return the columns of a kind, share or interval, by their number."""
+    """Return the columns of a kind, share or interval, by the number in their names."""
     return {name.removeprefix(kind): outcome for name, outcome in outcomes.items() if name.startswith(kind)}
 
 
@@ -198,7 +198,7 @@ def best_share(outcomes: dict[str, Outcome]) -> tuple[str, Outcome]:
 
 
 def behind(outcomes: dict[str, Outcome]) -> float:
-    """Return by which part ours is below the best that does not know what is to come; 0 if it is the best."""
+    """Return by what part ours is below the best column that does not know later prompts; 0 if ours is the best."""
     return 1 - outcomes["ours"].hit_rate / max(of.hit_rate for name, of in outcomes.items() if name != "clairvoyant")
 
 
@@ -234,7 +234,7 @@ def heads_of(intervals: Sequence[int]) -> list[str]:
 
 
 def draw(results: dict[float, dict[str, Outcome]], endless: Outcome, file: Path) -> None:
-    """Hit rates over budgets. Needs matplotlib: `pip install swiftkv[bench]`."""
+    """Draw hit rates over budgets. Needs matplotlib: `pip install swiftkv[bench]`."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,8 +1,8 @@
 """Rules about tails that the core does not have, in plain Python, for the columns of replay.py that it cannot give.
 
-All of them have one pool, which no division splits between full attention and windows: more than the core has. What a
-running request needs takes no room. An item is a node, which is the full-attention KV of 512 tokens behind all that is
-before them, or the tail of the window layers at the end of a node, where the trace knows two prompts to agree.
+All rules have one pool that is not divided between full attention and windows. A running request takes no room. An item
+is either a node, which is the full-attention KV of 512 tokens after a given beginning, or the tail of the window layers
+at the end of a node; only there does the trace say whether two prompts agree.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Path = tuple[int, ...]
-"""The nodes of a prompt. A node has one number wherever it occurs, and two nodes that differ never have the same."""
+"""The nodes of a prompt. Equal nodes have the same number in all prompts, and different nodes different numbers."""
 
 Tails = Callable[[int, int, int], Sequence[int]]
-"""The lengths, in nodes, at which a prompt leaves tails: by what it found, what was known, and what it has."""
+"""A function (nodes found, nodes known, nodes of the prompt) -> the lengths, in nodes, at which it leaves tails."""
 
 
 def every_tail(found: int, known: int, length: int) -> Sequence[int]:
@@ -28,7 +28,7 @@ def latest_tail(found: int, known: int, length: int) -> Sequence[int]:
 
 
 def end_and_branch(found: int, known: int, length: int) -> Sequence[int]:
-    """Return what the core keeps: where a prompt ends, and where it left what was known."""
+    """Return where the core keeps tails: where a prompt ends, and where it parts from what was known."""
     return (known, length) if found < known < length else (length,)
 
 
@@ -41,7 +41,7 @@ class Sizes:
 
 
 def replay_recency(paths: Sequence[Path], sizes: Sizes, pool_bytes: int, tails: Tails) -> list[int]:
-    """Return how many nodes of each prompt were found, where the item that was used least recently goes first."""
+    """Return how many nodes of each prompt were found, if the least recently used item is evicted first."""
     items: OrderedDict[tuple[str, int], int] = OrderedDict()  # bytes, the oldest first
     used = 0
     found_nodes = []
@@ -56,7 +56,7 @@ def replay_recency(paths: Sequence[Path], sizes: Sizes, pool_bytes: int, tails: 
         known = next((i for i, node in enumerate(path) if ("node", node) not in items), len(path))
         found = next((length for length in range(known, 0, -1) if ("tail", path[length - 1]) in items), 0)
         found_nodes.append(found)
-        for node in reversed(path):  # the last one goes first
+        for node in reversed(path):  # the last one is evicted first
             touch("node", node, sizes.node)
         for length in (found, *tails(found, known, len(path))):
             if length > 0:
@@ -68,16 +68,17 @@ def replay_recency(paths: Sequence[Path], sizes: Sizes, pool_bytes: int, tails: 
 
 @dataclass(frozen=True)
 class Promise:
-    """A boundary that is kept for a prompt to come."""
+    """A boundary that is kept for a later prompt."""
 
-    path: Path  # up to it
+    path: Path  # the nodes up to the boundary
     next_use: int  # the prompt's number
 
 
 class Clairvoyant:
-    """Keeps boundaries for the prompts that will want them, by Belady's rule: whose turn is last goes first.
+    """Keeps boundaries for later prompts by Belady's rule: the one that is used last is evicted first.
 
-    It is no upper bound: for a prompt whose longest boundary has gone nothing shorter is kept, unless others want that.
+    It is no upper bound: if a prompt's longest boundary was evicted, no shorter one is kept for it, except for the sake
+    of other prompts.
     """
 
     def __init__(self, paths: Sequence[Path], sizes: Sizes, pool_bytes: int) -> None:
@@ -86,12 +87,12 @@ class Clairvoyant:
         self._pool_bytes = pool_bytes
         self._used = 0
         self._kept: dict[int, Promise] = {}  # by the last node
-        self._holders: Counter[int] = Counter()  # of each node, boundaries at or behind it
+        self._holders: Counter[int] = Counter()  # the number of boundaries at or after each node
         self._last_first: list[tuple[int, int]] = []  # a heap of (-next use, last node), some of it outdated
         self._uses = self._all_uses()
 
     def _all_uses(self) -> dict[int, deque[int]]:
-        """Return the prompts that go on behind each node, and know nothing longer."""
+        """Return, for each node, the later prompts whose longest known beginning ends there."""
         uses: dict[int, deque[int]] = {}
         seen: set[int] = set()
         for number, path in enumerate(self._paths):

@@ -1,9 +1,9 @@
-"""Times the parts of a step on the CPU, each beside what the machine could do: `python benchmarks/roofline.py`.
+"""Time the parts of a step on the CPU, each beside what the machine could do.
 
-A step of Qwen3-0.6B's shape, layer after layer, as a model runs it: linear layers (norms and activations are part of
-them), attention, and the rest (rotation and KV write, embedding). A part that multiplies is held against the rate of
-a product whose operands stay in the caches, a part that reads against the rate at which torch sums a large tensor,
-both measured between the steps.
+A step has Qwen3-0.6B's shape and runs layer after layer, as in a model: linear layers (with norms and activations),
+attention, and the rest (rotation and KV write, embedding). A part that multiplies is compared with the rate of a
+product whose operands stay in the caches, a part that reads with the rate at which torch sums a large tensor; both are
+measured between the steps.
 
     python benchmarks/roofline.py                            # wall time, two threads
     python benchmarks/roofline.py --threads 1 --processor-time   # on a machine that others share
@@ -73,7 +73,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The new tokens of some sequences, each (new tokens, tokens in the KV)."""
+    """The tokens of one step; each sequence is (new tokens, tokens in the KV)."""
 
     sequences: list[tuple[int, int]]
     ids: torch.Tensor  # int32 [tokens]
@@ -121,7 +121,7 @@ def run_step(model: Model, step: Step, watch: Stopwatch) -> None:
 
 
 def work(model: Model, step: Step, part: str) -> tuple[float, float]:
-    """Return the floating-point operations and the bytes that a part of the step cannot do without."""
+    """Return the least floating-point operations and bytes that a part of the step needs."""
     weights = [*model.qkv, *model.out, *model.gate_up, *model.down]
     num_tokens, num_seqs = len(step.ids), len(step.sequences)
     if part == "linear":

@@ -1,8 +1,8 @@
-"""Times the C++ scheduler alone: `python benchmarks/scheduler.py`. Prints medians and the spread of the runs.
+"""Time the C++ scheduler alone: `python benchmarks/scheduler.py`. Prints medians and the spread of the runs.
 
-Names of parts run these alone: `python benchmarks/scheduler.py forecast`.
+Arguments name the parts to run: `python benchmarks/scheduler.py forecast`.
 
-- step: schedule() + commit() with 64 running sequences of 2,000 tokens, and with reading the plan's arrays as well
+- step: schedule() + commit() with 64 running sequences of 2,000 tokens, without and with reading the plan's arrays
 - wait: a request ends and the next of 100,000 is admitted, by each policy
 - write_back: take_offers() after each such step, beside a pool full of cached blocks
 - match: add_request() + schedule() of a prompt of 128K tokens that a tree of 10^6 blocks holds
@@ -154,7 +154,7 @@ def bench_wait(policy: SchedulingPolicy, num_waiting: int = 100_000, num_seqs: i
 
 
 def bench_write_back(num_blocks: int, num_seqs: int = 64, length: int = 2000, steps: int = 400) -> None:
-    """Decode, with a prompt now and then that takes the place of others, and write back what goes next."""
+    """Decode, with a prompt now and then that evicts blocks, and write back the blocks that are evicted next."""
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, num_blocks)],
         block_size=BLOCK_SIZE,

@@ -2,15 +2,16 @@
 
     python benchmarks/shares.py --rounds 5 --out benchmarks/out/shares.json
 
-Two nodes serve the same models with all cores each; in one they share the cores, in the other the operating system
-divides them. In each round both nodes are measured in turns, and the other one is held still. `light` answers requests
-one after the other, with --pause-s between them: alone on all cores, alone on half of them, and beside --floods
-models that answer --flood-streams requests each at any time. Beside one, an equal share is half of the cores, so "alone
-on half of them" is what each model is promised. Then all models answer as much as they can: all tokens a second, and
-core time for each.
+Two nodes serve the same models with all cores each; in one the models share the cores, in the other the operating
+system divides them. In each round both nodes are measured in turns, and the other one is held still. `light` answers
+requests one after the other, with --pause-s between them: alone on all cores, alone on half of them, and beside
+--floods models that answer --flood-streams requests each at any time. Beside one such model an equal share is half of
+the cores, so each model should do as well as "alone on half". Then all models answer as much as they can, which gives
+all tokens a second, and core time for each.
 
-Times are medians over rounds; ratios are medians over rounds of the ratio within a round. On a machine that others use
-nothing here says much: engines that share have half as many threads that want to run, and others get more of the cores.
+Times are medians over rounds; ratios are medians over rounds of the ratio within a round. The figures mean little on a
+machine that other programs use: engines that share have half as many threads that want to run, so the other programs
+get more of the cores.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The throughput of all models, as fast as they can."""
+    """The throughput of all models together, when all are flooded."""
 
     tokens_per_s: float
     core_s_per_token: float
@@ -64,14 +65,14 @@ class Throughput:
 
 @dataclass
 class Measured:
-    """One node, by round."""
+    """One node's measurements, by round."""
 
     node: Node
     floods: Sequence[str]  # the models that are flooded
     alone: list[Waits] = field(default_factory=list)
     alone_on_half: list[Waits] = field(default_factory=list)
     beside: list[Waits] = field(default_factory=list)
-    light_core_share: list[float] = field(default_factory=list)  # of the core time of both, beside
+    light_core_share: list[float] = field(default_factory=list)  # its part of the core time of both, beside a flood
     throughput: list[Throughput] = field(default_factory=list)
 
     async def round(self, args: argparse.Namespace, tokens: Tokens) -> None:
@@ -116,7 +117,7 @@ class Measured:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         if failed := [result for result in results if isinstance(result, SystemExit)]:
             raise failed[0]
-        await asyncio.sleep(args.lead_s)  # until the engines have noticed
+        await asyncio.sleep(args.lead_s)  # until the engines have noticed the flood
 
     async def _keep_busy(self, name: str, args: argparse.Namespace, tokens: Tokens) -> None:
         while True:
@@ -227,7 +228,7 @@ def main() -> None:
 
 
 def figures(measured: Measured) -> dict[str, object]:
-    """Return all that was measured, as JSON takes it."""
+    """Return all measurements in a form that JSON can hold."""
     waits = {name: [asdict(of) for of in getattr(measured, name)] for name in ("alone", "alone_on_half", "beside")}
     throughput = [asdict(of) for of in measured.throughput]
     return {**waits, "light_core_share": measured.light_core_share, "throughput": throughput}

@@ -1,17 +1,17 @@
-"""An hour of real traffic: does anything grow?
+"""Replay an hour of real traffic, and check that memory, threads, files and sockets do not grow:
 
     python benchmarks/soak.py conversation_trace.jsonl --minutes 60 --markdown
 
 Replays a trace, in compressed time, against a node of a master that borrows and two workers that lend, started with
 `swiftkv serve`. Traces: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one for each
 512 tokens of the prompt (Mooncake's), or CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens` (Azure's). Lengths
-are divided by --shrink, for the demo models are small; equal blocks of the trace are equal tokens. A trace that ends
-begins again, with other tokens. --speed is to load the machine without saturating it: the program prints the share of
-the machine that the node took, and how many requests were in flight at most.
+are divided by --shrink, because the demo models are small; equal blocks of the trace are equal tokens. A trace that
+ends begins again, with other tokens. Choose --speed so that the machine is loaded but not saturated: the program prints
+the share of the machine that the node took, and how many requests were in flight at most.
 
-First, --fill requests of the trace are sent as fast as the node takes them, their answers cut short: what has an end,
-as the C library's caches of freed pieces in every thread, is then full. They use another salt, so that the replay finds
-nothing of theirs.
+First, --fill requests of the trace are sent as fast as the node takes them, their answers cut short, so that all caches
+of bounded size are full, such as those of the C library in every thread. They use another salt, so that the replay
+finds nothing of theirs.
 
 Every two seconds the resident memory, threads, open files and sockets of the gateway and of each engine are noted.
 After a warm-up (a sixth of the time), a line is fitted to the least of each minute. Its slope has an interval of 95 %,
@@ -44,16 +44,16 @@ from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
 
 CHECKPOINTS = {"chat": DEMO_CHECKPOINTS / "chat", "code": DEMO_CHECKPOINTS / "code", "more": DEMO_CHECKPOINTS / "code"}
 SHARES = ("chat", "chat", "code", "more")
-"""Half of the conversations are the master's."""
+"""The models that conversations are divided among: half of them go to the master."""
 _TOKEN_IDS = (300, 4000)
 _MAX_MODEL_LEN = 4096
 _SAMPLE_S = 2.0
 _MAX_POINTS = 60
-"""Samples become so many points before a line is fitted."""
+"""The most points to which samples are reduced before a line is fitted."""
 _WIDEST = 16
-"""An interval that is wider than so many bounds says nothing."""
+"""The width of an interval, in bounds, beyond which it says nothing."""
 _WIDTH = 2.0
-"""Standard errors on each side of a slope, for an interval of 95 %."""
+"""The standard errors on each side of a slope, for an interval of 95 %."""
 _REQUEST_TIMEOUT_S = 300.0
 _FILL_AT_ONCE = 32
 _FILL_TOKENS = 2
@@ -66,7 +66,7 @@ BOUNDS = {"rss_bytes": 1.0 * MIB, "threads": 0.5, "fds": 1.0, "sockets": 1.0}
 
 
 def question_of(arrival: Arrival, shrink: int, salt: int) -> Question:
-    """Return the arrival with lengths that fit the models; `salt` makes other tokens of the same blocks."""
+    """Return the arrival as a question with lengths over `shrink`; `salt` makes other tokens of the same blocks."""
     max_tokens = max(1, arrival.output_tokens // shrink)
     num_tokens = min(max(1, arrival.input_tokens // shrink), _MAX_MODEL_LEN - max_tokens)
     tokens: list[int] = []
@@ -79,13 +79,13 @@ def question_of(arrival: Arrival, shrink: int, salt: int) -> Question:
 
 
 def model_of(arrival: Arrival) -> str:
-    """Return the model that gets the arrival: conversations stay with theirs. The first block is often everybody's."""
+    """Return the model that gets the arrival, the same for a whole conversation. Many share their first block."""
     return SHARES[arrival.blocks[min(1, len(arrival.blocks) - 1)] % len(SHARES)] if arrival.blocks else SHARES[0]
 
 
 @dataclass
 class Replay:
-    """Sends a trace, again and again, and keeps what is needed to judge the answers."""
+    """Sends a trace again and again, and keeps the results and some of the answers."""
 
     url: str
     arrivals: Sequence[Arrival]
@@ -96,7 +96,7 @@ class Replay:
     latencies_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     kept: dict[str, list[Known]] = field(default_factory=dict)
-    """By model, answers whose tokens are checked at the end."""
+    """The answers whose tokens are checked at the end, by model."""
     most_in_flight: int = 0
     _in_flight: int = 0
 
@@ -119,7 +119,7 @@ class Replay:
                     self._report(time.monotonic() - begin_s)
 
     async def fill(self, num_requests: int) -> None:
-        """Send so many, `_FILL_AT_ONCE` at a time."""
+        """Send `num_requests`, `_FILL_AT_ONCE` at a time."""
         places = asyncio.Semaphore(_FILL_AT_ONCE)
 
         async def ask_soon(client: httpx.AsyncClient, arrival: Arrival) -> None:
@@ -173,10 +173,10 @@ class Slope:
 
 
 def fit(times_s: Sequence[float], values: Sequence[float]) -> Slope:
-    """Fit by least squares the least of neighbouring samples.
+    """Fit a line by least squares to the least of each few neighbouring samples.
 
-    The least is what a process keeps: what a step or a request takes comes and goes with the load. Samples that follow
-    each other are alike, which makes the usual interval too narrow: it is widened by the autocorrelation of the
+    The least is what a process keeps; the memory of a step or a request comes and goes with the load. Neighbouring
+    samples are alike, which makes the usual interval too narrow, so it is widened by the autocorrelation of the
     residuals.
     """
     num_points = min(_MAX_POINTS, len(values) // 2)
@@ -211,7 +211,7 @@ def check_slopes(checks: Checks, monitor: Monitor, since_s: float) -> dict[str, 
 
 
 def count_wrong(kept: dict[str, list[Known]]) -> int:
-    """Ask a node that lends nothing the same questions."""
+    """Ask a node that lends nothing the same questions, and return the number of answers that differ."""
     wrong = 0
     with Reference(sorted(set(CHECKPOINTS.values())), _MAX_MODEL_LEN) as reference:
         for name, answers in kept.items():

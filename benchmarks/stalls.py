@@ -4,9 +4,9 @@
 
 Two nodes serve the same random model on the CPU; one has `target_tpot: off`. In each round both are measured in turns,
 and the other is held still: four streams decode, then three prompts of 2,000 tokens come at once, and a short one after
-them. Between the arrival of the prompts and the last one's first token: the times between two tokens of the streams
-(median, P99, longest), prompt tokens a second, and the short prompt's time to its first token. The last column has the
-median over rounds of the ratio within a round.
+them. Between the arrival of the prompts and the last one's first token it measures the times between two tokens of the
+streams (median, P99, longest), prompt tokens a second, and the short prompt's time to its first token. The last column
+has the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Measured:
                 return asyncio.create_task(send(client, target, tokens.fresh(num_prompt), num_tokens))
 
             streams = [ask(STREAM_PROMPT, args.stream_tokens) for _ in range(args.streams)]
-            await asyncio.sleep(args.lead_s)  # long enough that all of them decode
+            await asyncio.sleep(args.lead_s)  # until all of them decode
             prompts = [ask(args.prompt, 1) for _ in range(args.prompts)]
             await asyncio.sleep(args.short_after_s)
             short = ask(args.short, 1)
@@ -86,7 +86,7 @@ class Measured:
 
 
 def _within(answer: Answer, begin_s: float, end_s: float) -> list[float]:
-    """Return the times between tokens that overlap with a time."""
+    """Return the times between tokens that overlap with `begin_s` to `end_s`."""
     ends_s = list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s))[1:]
     return [itl for itl, at_s in zip(answer.itls_s, ends_s, strict=True) if at_s > begin_s and at_s - itl < end_s]
 

@@ -1,7 +1,7 @@
 """Measure the parts of a step beside the model: schedule, prepare, sample, commit, publish, with 64 running sequences.
 
-The engine is the real one, with its scheduler, sampler and sockets; the model answers zeros at once. Prints the median
-and the tenth and ninetieth percentile of microseconds per step. Target: under 150 together.
+The engine is the real one, with its scheduler, sampler and sockets; the model returns zeros at once. Prints the median
+and the tenth and ninetieth percentile of microseconds per step. Target: all parts together under 150.
 
     python benchmarks/step.py --seqs 64 --context 2000
 """

@@ -1,4 +1,4 @@
-"""Storage backends beside plain programs that move the same bytes at the same depth and in the same state of the cache.
+"""Time storage backends beside plain programs that move the same bytes at the same depth and state of the cache:
 
     python benchmarks/storage.py file --directory /somewhere/on/a/disk
     python benchmarks/storage.py full --directory /somewhere/on/a/disk
@@ -6,13 +6,13 @@
     python benchmarks/storage.py mooncake --url 127.0.0.1:50051
     python benchmarks/storage.py opening --directory /somewhere/on/a/disk
 
-A plain program of files opens, writes or reads with one vector, and closes; of Redis it sends the same commands in
-pipelines of as many bytes; of Mooncake it makes the store's own zero-copy calls, in batches of as many bytes, from and
-to registered memory as ours are. None has checksums, names or an index, nor a bound but where *full*. The two run in
-turn; a ratio is ours over plain within a round, the median of the rounds. Cold: the kernel was told to forget the files
-(`POSIX_FADV_DONTNEED`). Full: as much lies there as may, so that old objects give way; the plain program removes its
-oldest file for each that it makes. On a machine that others use, `--processor-time` counts the time of our own process
-instead: how much work a call is, not how long it waits for a disk or a server.
+The plain program opens a file, writes or reads with one vector, and closes it; for Redis it sends the same commands in
+pipelines of as many bytes; for Mooncake it makes the store's own zero-copy calls, in batches of as many bytes, from and
+to registered memory, as ours are. It has no checksums, names or index, and a bound only in *full*. The two run in turn;
+a ratio is ours over plain within a round, and the median of the rounds is printed. Cold: the kernel was told to forget
+the files (`POSIX_FADV_DONTNEED`). Full: the directory is at its bound, so old objects are evicted; the plain program
+removes its oldest file for each that it makes. On a machine that others use, `--processor-time` counts the processor
+time of this process instead: how much work a call is, not how long it waits for a disk or a server.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 
 @dataclass
 class Case:
-    """One size of blocks: as many as make up the bytes of a round, and a buffer for each."""
+    """One size of blocks, as many as make up the bytes of a round, with a buffer for each."""
 
     block_bytes: int
     num_blocks: int
@@ -59,7 +59,7 @@ class Case:
         self.sources, self.into = blocks[: self.num_blocks], blocks[self.num_blocks :]
 
     def keys(self) -> list[bytes]:
-        """Return keys that were never used."""
+        """Return keys that were never used before."""
         return [secrets.token_bytes(32) for _ in range(self.num_blocks)]
 
     @property
@@ -67,7 +67,7 @@ class Case:
         return self.block_bytes * self.num_blocks
 
     def batches(self, depth: int) -> list[range]:
-        """Return the blocks in runs of `BATCH_BYTES`, but for each thread at least one."""
+        """Return the blocks in runs of at most `BATCH_BYTES`, at least one run for each thread."""
         length = max(1, min(BATCH_BYTES // self.block_bytes, -(-self.num_blocks // depth)))
         return [range(i, min(i + length, self.num_blocks)) for i in range(0, self.num_blocks, length)]
 
@@ -83,7 +83,7 @@ def cases_of(
 
 
 class Plain:
-    """Files of a directory, without anything around them but a bound on their number, if any."""
+    """Plain files of a directory, with a bound on their number, if any."""
 
     def __init__(self, directory: Path, max_files: int | None = None) -> None:
         self.directory = directory
@@ -161,7 +161,7 @@ def address_of(view: memoryview) -> int:
 
 
 class Ours:
-    """A backend, of which everything has to succeed."""
+    """A backend all of whose calls must succeed."""
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
@@ -174,7 +174,7 @@ class Ours:
 
 
 def timed(case: Case, depth: int, move: Callable[[range], None]) -> float:
-    """Return the bytes per second at which so many threads do all batches."""
+    """Return the bytes per second at which `depth` threads do all batches."""
     batches = case.batches(depth)
     with ThreadPoolExecutor(depth) as pool:
         begin_s = case.clock()
@@ -226,7 +226,7 @@ def report(block_bytes: int, depth: int, ours: list[list[float]], plain: list[li
 
 
 def compare_files(directory: Path, cases: Iterable[tuple[Case, int]], rounds: int) -> None:
-    """Measure the file backend. Nothing is removed before the end: ext4 is slow to make files where some just went."""
+    """Measure the file backend. Files stay until the end, because ext4 is slow to make files after removing some."""
     with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
         for case, depth in cases:
             ours, plain = [], []
@@ -247,7 +247,7 @@ def compare_full(directory: Path, cases: Iterable[tuple[Case, int]], rounds: int
             cache = Path(parent) / f"cache-{case.block_bytes}-{depth}"
             backend = open_files(cache, case.num_bytes)
             ours, plain = Ours(backend), Plain(cache.with_name(cache.name.replace("cache", "plain")), case.num_blocks)
-            # The first round fills both, and in the second they make room for the first time.
+            # The first round fills both directories; in the second they evict for the first time.
             rates = [[[put_rate(side, case, depth, case.keys())] for side in (ours, plain)] for _ in range(rounds + 2)]
             backend.close()
             mine, theirs = (list(of_side) for of_side in zip(*rates[2:], strict=True))
@@ -290,7 +290,7 @@ def compare_mooncake(address: str, cases: Iterable[tuple[Case, int]], rounds: in
 
 
 def share_of_checksums(directory: Path, sizes: Sequence[int], round_bytes: int, clock: Callable[[], float]) -> None:
-    """Print the part of a plain load plus its checksums that the checksums take, right after each read."""
+    """Print the checksums' part of the time of a plain load with its checksums, computed right after each read."""
     for block_bytes in sizes:
         case = Case(block_bytes, round_bytes // block_bytes, clock)
         with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
@@ -314,7 +314,7 @@ def share_of_checksums(directory: Path, sizes: Sequence[int], round_bytes: int, 
 
 
 def time_opening(directory: Path, num_blocks: int, clock: Callable[[], float]) -> None:
-    """Print how long it takes to open a directory of so many blocks, with its index and without one."""
+    """Print how long it takes to open a directory of `num_blocks` blocks, with its index and without one."""
     with tempfile.TemporaryDirectory(prefix="swiftkv-bench-", dir=directory) as parent:
         cache = Path(parent) / "cache"
         options = parse_storage({"path": str(cache), "size": "1TiB", "min_free": 0}, "file", directory)

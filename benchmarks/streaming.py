@@ -1,10 +1,10 @@
-"""Bandwidth of moving one layer of borrowed blocks, between two processes:
+"""Measure the bandwidth of moving one layer of borrowed blocks between two processes:
 
     python benchmarks/streaming.py [--mib 64] [--seconds 2]
 
-A layer's blocks lie one block apart in the lender's pool, in runs of consecutive blocks at random places, and side by
-side in the layer-stream cache. Beside the two transports: one plain memcpy of as many bytes that lie side by side.
-Median and best in GB/s, of jobs of `--mib` MiB; each takes another layer than the one before.
+A layer's layer blocks lie one block apart in the lender's pool, in runs of consecutive blocks at random places, and
+side by side in the layer-stream cache. The two transports are compared with one plain memcpy of as many bytes. Prints
+the median and the best in GB/s of jobs of `--mib` MiB; each job takes another layer than the one before.
 """
 
 from __future__ import annotations

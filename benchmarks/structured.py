@@ -1,13 +1,13 @@
-"""Measure what grammars cost: a mask, a grammar's compilation, and tokens beside the same tokens without a grammar.
+"""Measure what grammars cost: a mask, a grammar's compilation, and the time per token with and without a grammar:
 
     swiftkv checkpoint make --arch qwen3 --size small CKPT
     python benchmarks/structured.py CKPT --masks                 # microseconds for each sequence, and compilations
     python benchmarks/structured.py CKPT --engine --rounds 5     # time per output token with and without, interleaved
 
-The masks are those of schemas as people write them, followed by random tokens that they allow, in processor time of
-their thread, so that others on the machine matter little. `--vocabulary 151936` takes so many tokens, trained on the
-Python sources of this machine, in place of the checkpoint's. Targets: 50 us at P99 for each sequence, 100 ms to
-compile, 1.05 times the time per output token.
+The masks are those of schemas as people write them, followed with random tokens that they allow, in processor time of
+their thread, so that other programs matter little. `--vocabulary 151936` uses that many tokens, trained on the Python
+sources of this machine, instead of the checkpoint's. Targets: 50 us at P99 for each sequence, 100 ms to compile, 1.05
+times the time per output token.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ OPEN_SCHEMA = {
     "required": ["title", "body", "tags", "score"],
     "additionalProperties": False,
 }
-"""With strings that have no end, as most schemas have them."""
+"""Schemas with strings of any length, as most schemas have them."""
 
 LONG_SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 1000}
-"""With nothing but the strings whose masks take the longest."""
+"""A schema of nothing but the strings whose masks take the longest."""
 
 
 def trained_tokenizer(size: int, target: Path) -> Path:
@@ -86,7 +86,7 @@ def trained_tokenizer(size: int, target: Path) -> Path:
         vocab_size=size,
         special_tokens=["<|end|>"],
         initial_alphabet=ByteLevel.alphabet(),
-        max_token_length=64,  # sources have rulers of hundreds of characters
+        max_token_length=64,  # sources have lines of hundreds of equal characters
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
@@ -149,7 +149,7 @@ def quantiles(values: Sequence[float]) -> str:
 
 
 class TimedMasks:
-    """The masks of a step, which note how long the step waits for them when the model is done."""
+    """The masks of a step; they note how long the step waits for them once the model is done."""
 
     def __init__(self, masks: PendingMasks, exposed_us: list[float]) -> None:
         self._masks = masks
@@ -169,7 +169,7 @@ class EngineHere:
     """A real engine in this process, stepped by hand.
 
     Attributes:
-        exposed_us: How long each step with masks waited for them when its model was done.
+        exposed_us: The time that each step with masks waited for them once its model was done.
     """
 
     def __init__(self, directory: Path, num_sequences: int, threads: int, max_model_len: int) -> None:

@@ -1,14 +1,14 @@
-"""Measure in virtual time what a tenant feels of another that floods the node, with the real scheduler and no model:
+"""Measure in virtual time how long a tenant waits beside one that floods the node, with the real scheduler, no model:
 
     python benchmarks/tenants.py mooncake_conversation.jsonl
 
 Two tenants of equal weight send conversations of a trace to one model, at random times. The steady one sends --load of
-the node's capacity, which is what a closed loop of 100 clients gets done. The other one sends nothing, as much, or
---flood times as much; each with the tenants as flows of their own, and as one. The law for a step's time is that of
-policies.py. With --rounds the conversations are divided, and come, in so many ways, and the requests of all rounds
-count together: the P99 of one is that of a burst or two. Columns: the steady tenant's seconds to the first token, and
-for its P99 the ratio to that beside an equal neighbour; prompt tokens from the cache, of both; the steady tenant's part
-of what was served while it sent.
+the node's capacity, which is the throughput of a closed loop of 100 clients. The other one sends nothing, as much, or
+--flood times as much; each case runs with the tenants as flows of their own, and as one flow. Steps take as long as in
+policies.py. With --rounds the conversations are divided, and their times drawn, in several ways, and the requests of
+all rounds count together, because the P99 of one round is that of a burst or two. Columns: the steady tenant's seconds
+to the first token, and for its P99 the ratio to that beside an equal neighbour; the part of both tenants' prompt tokens
+that was cached; the steady tenant's part of what was served while it sent.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _EQUAL = "as much"
 class Run:
     """The outcome of one mixture of requests."""
 
-    steady: np.ndarray  # which requests are the steady tenant's, [N]
+    steady: np.ndarray  # whether each request is the steady tenant's, [N]
     outcome: Outcome
 
     @property
     def ttft_s(self) -> list[float]:
-        """The times of the steady tenant's requests."""
+        """The times to the first token of the steady tenant's requests."""
         return list(self.outcome.ttft_s[self.steady])
 
     @property
@@ -57,7 +57,7 @@ class Run:
 
 
 def poisson(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
-    """Let requests come at random, `rate` in a second."""
+    """Return the requests with random times, `rate` in a second."""
     times_s = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(arrivals)))
     return [replace(arrival, time_s=float(time_s)) for arrival, time_s in zip(arrivals, times_s, strict=True)]
 
@@ -65,7 +65,7 @@ def poisson(arrivals: Sequence[Arrival], rate: float, seed: int) -> list[Arrival
 def divided(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> list[list[Arrival]]:
     """Divide the conversations of a trace at random into groups of --requests, in the trace's order.
 
-    All begin with the same block; the next one tells them apart.
+    All conversations begin with the same block; the second one tells them apart.
     """
     rng = np.random.default_rng(seed)
     group_of: dict[int, int] = {}
@@ -88,7 +88,7 @@ def mixture(steady: Sequence[Arrival], other: Sequence[Arrival], args: argparse.
 
 
 def a_round(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> dict[tuple[str, bool], Run]:
-    """Return the runs by what the other tenant sends, and whether the two are flows of their own."""
+    """Return the runs by the other tenant's load, and by whether the two are flows of their own."""
     groups = divided(trace, args, seed)
     steady, equal, flood = groups[0], groups[1], [arrival for group in groups[1:] for arrival in group]
     capacity = len(steady) / serve(args.policy, steady, args, _CLIENTS).end_s.max()

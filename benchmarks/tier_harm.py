@@ -1,16 +1,16 @@
-"""Measure what tiers cost where nothing that they keep is asked for again:
+"""Measure what tiers cost where nothing that they keep is used again:
 
     python benchmarks/tier_harm.py --rounds 5 --out benchmarks/out/tier_harm.json
 
-Three nodes serve the same model: one without tiers, one with host memory and files as they come (`write_through`), one
-with host memory and files that take what was used twice (`write_through_selective`). In each round each of them gets
---prompts fresh prompts, --at-once at a time, while the others are held still; the order turns from round to round.
-Before the next node's turn, all that was written is on the disk. A virtual machine may get memory from its host only
-when it is first written, which makes files that grow into it dear. So both tiers are small: soon they evict as much as
-they are given, as all do that run for long. Free memory is touched once before all that.
+Three nodes serve the same model: one without tiers, one with host memory and files that get every block
+(`write_through`), one with host memory and files that get blocks used twice (`write_through_selective`). In each round
+each node gets --prompts fresh prompts, --at-once at a time, while the others are held still; the order changes from
+round to round. Before the next node's turn, all written bytes are synced to the disk. A virtual machine may get memory
+from its host only when that is first written, which makes files that grow into it slow. So both tiers are small: soon
+they evict as much as they are given, as all tiers do that run for long. Free memory is touched once before all that.
 
-It prints tokens per second, of prompts and answers, and the time between tokens, each beside the node without tiers:
-medians, and of the throughput the mean ratio with its standard error.
+Prints tokens per second, of prompts and answers, and the time between tokens, each beside the node without tiers:
+medians, and for the throughput the mean ratio with its standard error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def load(node: Node, prompts: list[list[int]], num_output_tokens: int, at_
 
 
 def touch_free_memory() -> None:
-    """Write to most of the memory that nobody uses, and give it back."""
+    """Write to most of the free memory, and give it back."""
     num_bytes = psutil.virtual_memory().free * 3 // 4
     say(f"touching {num_bytes / 2**30:.1f} GiB of memory")
     with mmap.mmap(-1, num_bytes) as memory:

@@ -1,12 +1,12 @@
-"""Compare loading turn 2 of a conversation, computing it and what the planner chooses, in virtual time:
+"""Compare, in virtual time, loading turn 2 of a conversation, computing it, and the planner's choice:
 
     python benchmarks/tier_meeting.py
 
-The real scheduler, with its prediction of steps, and the real planner; no model and no storage. A step takes as long as
-`STEP_TIME_S` says, times how much slower the machine is than when steps were measured. Storage reads from the last
-block on, `PART_BYTES` at a time, and the engine notices between two steps. The speeds are multiples of the one at which
-computing and loading take equally long. The hybrid has one layer of full attention in six; of its windows storage has
-the tail at the end of turn 1.
+The scheduler, with its prediction of steps, and the planner are real; there is no model and no storage. A step takes as
+long as `STEP_TIME_S` says, times how much slower the machine is than when steps were measured. Storage reads backwards
+from the last block, `PART_BYTES` at a time, and the engine notices this between two steps. The speeds are multiples of
+the one at which computing and loading take equally long. The hybrid has full attention in one layer of six; of the
+windows of the others, storage has the tail at the end of turn 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_TOKENS = 16
 PART_BYTES = 8 << 20
 THRESHOLD_TOKENS = 256  # `prefetch_threshold`
 STEP_TIME_S = [0.5e-3, 5e-8, 5e-8, 1e-4, 0.0, 30e-3]  # of STEP_TIME_TERMS: 2,000 tokens a second, and weights
-REST_TOKENS = 24  # of turn 2, which nobody has
+REST_TOKENS = 24  # new tokens of turn 2, which are stored nowhere
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 SLOWNESS = (0.67, 1.0, 1.5)
 _REQUEST_ID = 1
@@ -54,21 +54,21 @@ class Machine:
 
     groups: tuple[KVGroup, ...]
     bytes_per_s: float
-    slowness: float = 1.0  # of steps, beside what is predicted
+    slowness: float = 1.0  # the real time of steps over the predicted one
 
     def step_s(self, plan: StepPlan) -> float:
-        """Return how long a step takes that computes a part of one prompt."""
+        """Return how long a step of one prompt takes."""
         work = StepWork()
         [end] = plan.context_lens.tolist()
         work.add_row(end - len(plan.token_ids), len(plan.token_ids))
         return self.slowness * StepTime(STEP_TIME_S).predict(work)
 
     def load_bytes(self, begin: int, end: int) -> int:
-        """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs."""
+        """Return the bytes of those blocks from `begin` on that a prefix of `end` blocks needs."""
         return sum(num_needed(group, begin, end) * group.block_bytes for group in self.groups)
 
     def arrivals_s(self, groups: npt.NDArray[np.int32]) -> Iterator[tuple[int, float]]:
-        """Yield how many blocks, each of one of `groups`, have been read whenever a part has come, and that time."""
+        """Yield the number of blocks read and the time, after each part; `groups` has the group of each block."""
         read_bytes = part_bytes = 0
         for count, group in enumerate(groups.tolist(), 1):
             read_bytes += self.groups[group].block_bytes
@@ -79,7 +79,7 @@ class Machine:
 
 
 def make_scheduler(groups: Sequence[KVGroup], num_blocks: int) -> Scheduler:
-    """Return a scheduler that knows how long steps take, and has room for a prompt of so many blocks twice."""
+    """Return a scheduler that knows how long steps take, with room for two prompts of `num_blocks` blocks."""
     scheduler = Scheduler(
         [GroupSpec(group.num_layers, 2 * num_blocks + 8, group.window, group.layer_block_bytes) for group in groups],
         block_size=BLOCK_TOKENS,
@@ -92,9 +92,9 @@ def make_scheduler(groups: Sequence[KVGroup], num_blocks: int) -> Scheduler:
 
 
 def first_token_s(machine: Machine, num_blocks: int, first: int) -> float:
-    """Return when a prompt has its first token of which blocks from `first` on are loaded.
+    """Return when a prompt has its first token, if its blocks from `first` on are loaded.
 
-    Those before are computed meanwhile; with 0 the prompt waits.
+    The blocks before these are computed meanwhile; with `first` = 0 the prompt waits.
     """
     scheduler = make_scheduler(machine.groups, num_blocks)
     prompt = np.arange(num_blocks * BLOCK_TOKENS + REST_TOKENS, dtype=np.int32)
@@ -136,7 +136,7 @@ def first_token_s(machine: Machine, num_blocks: int, first: int) -> float:
 
 
 def chosen_first(machine: Machine, num_blocks: int) -> int:
-    """Return the first block that the engine loads; `num_blocks`: it computes all."""
+    """Return the first block that the engine loads; `num_blocks` if it computes all."""
     scheduler = make_scheduler(machine.groups, num_blocks)
     planner = LoadPlanner()
     planner.note_read(1 << 20, (1 << 20) / machine.bytes_per_s, 0.0)
@@ -156,9 +156,9 @@ def chosen_first(machine: Machine, num_blocks: int) -> int:
 def of_the_better(
     groups: tuple[KVGroup, ...], num_blocks: int, multiple: float, slowness: float
 ) -> tuple[float, float]:
-    """Return what the choice takes, and what both ends without any loss would take, of the better of both alone.
+    """Return the times of the choice, and of doing both without loss, as parts of the faster way alone.
 
-    Without any loss, what is computed takes its part of the time of computing, and what is loaded of that of loading.
+    Without loss, the computed part takes its part of the time of computing all, and the loaded one likewise.
     """
     all_bytes = Machine(groups, 1.0).load_bytes(0, num_blocks)
     equal = all_bytes / first_token_s(Machine(groups, 1.0), num_blocks, num_blocks)

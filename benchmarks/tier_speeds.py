@@ -1,15 +1,15 @@
-"""Turn 2 of a conversation from storage of five speeds: loading it, computing it, and what the planner chose:
+"""Time turn 2 of a conversation with storage of five speeds: loading it, computing it, and the planner's choice:
 
     python benchmarks/tier_speeds.py --history 1024 --rounds 3 --out benchmarks/out/tier_speeds.json
     swiftkv checkpoint make --arch gemma3_text --size small HYBRID
     python benchmarks/tier_speeds.py --checkpoint HYBRID --history 2048
 
-One node. Conversations are computed and stored at full speed; then storage that moves so many bytes a second (`fault`
-with `bandwidth`) is attached while the node runs, and the engine is killed, so that its pool is empty. It computes
-fresh prompts first, by which it learns how long its steps take. Then a conversation is continued: nothing is known yet
-of how fast storage reads, so it is loaded. --turns others are continued as the planner decides; after each of them a
-fresh prompt of the same length is computed. The speeds are multiples of the one at which computing and loading take
-equally long; of a model with windows only their tails are loaded.
+There is one node. Conversations are computed and stored at full speed; then storage of a limited speed (`fault` with
+`bandwidth`) is attached while the node runs, and the engine is killed, so that its pool is empty. The new engine first
+computes fresh prompts, by which it learns how long its steps take. Then a conversation is continued: it is loaded,
+because the engine does not know yet how fast storage reads. --turns others are continued as the planner decides; after
+each of them a fresh prompt of the same length is computed. The speeds are multiples of the one at which computing and
+loading take equally long; of layers with windows only the tails are loaded.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measure(node: Node, tokens: Tokens, speed: Speed, file: dict[str, Any], args
 
 
 def num_decided(node: Node) -> float:
-    """Return for how many prompts it was decided whether to load them."""
+    """Return for how many prompts the planner has decided whether to load them."""
     return metric(node, "swiftkv:tier_loads_total") + metric(node, "swiftkv:tier_loads_declined_total")
 
 

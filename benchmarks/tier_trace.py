@@ -1,14 +1,14 @@
-"""Loop a trace in virtual time over storage with faults, and check every virtual hour what must hold:
+"""Loop a trace in virtual time over storage with faults, and check invariants every virtual hour:
 
     python benchmarks/tier_trace.py --trace conversation.jsonl --loops 24 --out benchmarks/out/tier_trace.json
 
-The scheduler, the tier with its threads, envelope, breaker and `fault` over the `file` backend are real ones; a stub
-stands for the model. It writes the KV that belongs to a block's tokens, and checks all KV that a request begins with or
-goes on behind. Steps take virtual time, so that an hour of the trace (a loop of Mooncake's) passes in a minute; storage
-takes real time, which passes on both clocks. Each loop has a salt of its own: nothing is found again in the next one.
+The scheduler, the tier with its threads, envelope, breaker and `fault` over the `file` backend are real; a stub
+replaces the model. It writes the KV that belongs to a block's tokens, and checks all KV that a request begins with or
+continues from. Steps take virtual time, so that an hour of the trace (a loop of Mooncake's) passes in a minute; storage
+takes real time, which passes on both clocks. Each loop has a salt of its own, so the next one finds nothing of it.
 
-Each hour: the memory of the process, the scheduler's invariants, the size of the backend within its bound, and whether
-its index has the very objects that lie in its directory. The first violation ends the program.
+Each hour it notes the memory of the process, and checks the scheduler's invariants, that the backend is within its
+bound, and that its index has exactly the objects in its directory. The first violation ends the program.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FAULTS = {
 
 @dataclass
 class Prompt:
-    """A request in the engine, and the keys of all blocks that it will ever have."""
+    """A request in the engine, and the keys of all blocks that it will have."""
 
     keys: npt.NDArray[np.uint8]  # [blocks, 32]
     num_checked: int = 0  # blocks whose KV was compared
@@ -86,7 +86,7 @@ class Hour:
 
 
 class StubEngine:
-    """An engine whose model writes a block's key all over the block."""
+    """An engine whose model fills each block with the block's key."""
 
     def __init__(self, args: Namespace, directory: Path) -> None:
         self._token_s = args.token_time
@@ -144,7 +144,7 @@ class StubEngine:
         self.tier.added(request_id)
 
     def step(self) -> None:
-        """Do one step, or wait for storage a moment."""
+        """Do one step, or wait a moment for storage."""
         self._woken.clear()
         self.tier.before_step()
         plan = self.scheduler.schedule(self.now_s)
@@ -174,7 +174,7 @@ class StubEngine:
             self.num_ended += 1
 
     def _run(self, plan: _core.StepPlan) -> None:
-        """Check the KV that rows find, and write what they compute."""
+        """Check the KV that rows find in the cache, and write the KV that they compute."""
         self.computed_tokens += len(plan.token_ids)
         num_tokens = np.diff(plan.query_starts)
         entries, starts = plan.block_tables[0], plan.table_starts[0]
@@ -189,7 +189,7 @@ class StubEngine:
             prompt.num_checked = max(first, end // BLOCK_TOKENS)
 
     def _check(self, prompt: Prompt, blocks: npt.NDArray[np.int32], first: int) -> None:
-        """Compare the blocks that were found since the last step."""
+        """Compare the blocks that were found since the last step with their keys."""
         found = slice(prompt.num_checked, first)
         if found.start >= found.stop:
             return
@@ -207,7 +207,7 @@ class StubEngine:
             time.sleep(0.002)
 
     def hour(self, directory: Path, began_s: float) -> Hour:
-        """Return the state, and check what must hold."""
+        """Check the invariants, and return the state."""
         self.settle()
         self.scheduler.check_invariants()
         stats, group = self.tier.stats(), self.scheduler.stats().groups[0]
@@ -259,7 +259,7 @@ def resident_bytes() -> int:
 
 
 def looped(trace: Sequence[Arrival], loops: int, max_output: int) -> Iterator[tuple[Arrival, int]]:
-    """Yield the requests of all loops with the number of their loop, one hour after the other, their answers cut."""
+    """Yield the requests of all loops, each an hour later, with their loop's number and their answers cut short."""
     for loop in range(loops):
         for arrival in trace:
             output_tokens = max(1, min(arrival.output_tokens, max_output))
@@ -286,7 +286,7 @@ def serve(engine: StubEngine, args: Namespace, directory: Path) -> Iterator[Hour
 
 
 def slope(hours: Sequence[Hour]) -> float:
-    """Return by how many bytes the memory grows in an hour, by least squares, behind the first two hours."""
+    """Return by how many bytes the memory grows in an hour, by least squares, after the first two hours."""
     rss = [hour.rss_bytes for hour in hours[2:]]
     return float(np.polyfit(np.arange(len(rss)), rss, 1)[0]) if len(rss) > 1 else 0.0
 

@@ -1,22 +1,22 @@
-"""Turn 2 of a long conversation from every place that a block can lie in, and computed, for a dense and a hybrid model:
+"""Time turn 2 of a long conversation from every place that a block can lie in, and computed:
 
     python benchmarks/tiers.py --arch qwen3 --history 16384 --rounds 3 --out benchmarks/out/tiers.json
     python benchmarks/tiers.py --arch gemma3_text --layers 6
 
-In each round one node computes a fresh conversation without any tier (that is *computing*) and continues it from its
-pool. Then files are attached, a Redis (--redis) and a Mooncake Store (--mooncake), one after the other: each gets what
-the pool holds, the engine is killed and, once it is back with an empty pool, continues the conversation; with files
-once more after the kernel was told to forget them (cold: `POSIX_FADV_DONTNEED`). A second node has host memory, and its
-engine is killed likewise. The pool of a third holds half of the conversation, and a neighbour lends it the rest.
+In each round one node computes a fresh conversation without any tier (*computing*) and continues it from its pool. Then
+files, a Redis (--redis) and a Mooncake Store (--mooncake) are attached, one after the other: each gets the blocks of
+the pool, the engine is killed and, once it is back with an empty pool, continues the conversation; with files once more
+after the kernel was told to forget them (cold: `POSIX_FADV_DONTNEED`). A second node has host memory, and its engine is
+killed likewise. The pool of a third holds half of the conversation, and a neighbour lends it memory for the rest.
 
-Asked for are at most a quarter of computing and 1.1 of `max(pool, bytes / copy bandwidth)`: of the time from the pool,
-or of copying the bytes that were read, one layer's blocks at a time with one thread, as lending copies them. The
-bandwidth is measured in each round. Nodes that are not measured are held still. Every engine that was started anew
-waits until its pool has its memory (about 1.5 s for each GiB; what is loaded before waits for the kernel to clear it),
-and computes --warmup fresh tokens, so that its weights are in memory.
+Asked for: at most a quarter of the time of computing, and at most 1.1 of `max(pool, bytes / copy bandwidth)`, which is
+the time from the pool, or of copying the bytes that were read, one layer's blocks at a time with one thread, as lending
+copies them. The bandwidth is measured in each round. Nodes that are not measured are held still. Every engine that was
+started anew waits until its pool has its memory (about 1.5 s for each GiB; earlier loads would wait until the kernel
+has cleared it), and computes --warmup fresh tokens, so that its weights are in memory.
 
-Models are random ones of Qwen3-0.6B's width with --layers layers; with `gemma3_text` every second has full attention,
-the others windows of 512 tokens. --checkpoint takes another model.
+Models are random ones of Qwen3-0.6B's width with --layers layers; with `gemma3_text` every second layer has full
+attention, the others windows of 512 tokens. --checkpoint takes another model.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def restart_engine(node: Node) -> None:
 
 
 def shared_memory_bytes(process: int) -> int:
-    """Return how much memory without a file behind it a process has touched of all that it shares."""
+    """Return the bytes of shared memory, without files, that a process has touched."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("RssShmem:"):
             return int(line.split()[1]) << 10
@@ -116,7 +116,7 @@ def shared_memory_bytes(process: int) -> int:
 
 
 def change_storage(node: Node, storage: dict[str, Any] | None) -> None:
-    """Detach what is attached, and attach something else, if anything."""
+    """Detach the attached storage, and attach `storage`, if any."""
     headers = {"Authorization": f"Bearer {find_admin_key(node.url)}"}
     url = f"{node.url}/admin/storage/{NAME}"
     if engine_view(node)["storage_backend"] is not None:
@@ -139,7 +139,7 @@ def ttft_s(node: Node, prompt: list[int], num_tokens: int = 8) -> float:
 
 
 def wait_until_written(node: Node, num_tokens: int) -> None:
-    """Wait until the blocks of so many tokens, and all others on offer, are stored."""
+    """Wait until the blocks of `num_tokens` tokens, and all others on offer, are stored."""
     num_blocks = num_tokens // node.plan(NAME).block_size
     wait_until("blocks to be written", lambda: metric(node, "swiftkv:tier_stored_blocks_total") >= num_blocks)
     wait_until("all of them to be written", lambda: metric(node, "swiftkv:tier_blocks_to_store") == 0)
@@ -149,7 +149,7 @@ class Conversation:
     """A history, the answer to it, and new turns that are all different."""
 
     def __init__(self, node: Node, tokens: Tokens, length: int) -> None:
-        """Have a node compute it."""
+        """Have a node compute the history."""
         self.length = length
         self._tokens = tokens
         history = tokens.fresh(length)
@@ -174,7 +174,7 @@ class Conversation:
 def measure_storage(
     node: Node, backends: dict[str, dict[str, Any]], tokens: Tokens, figures: Figures, args: Namespace
 ) -> None:
-    """Measure computing, the pool, and one backend after the other."""
+    """Measure computing, the pool, and then one backend after the other."""
     change_storage(node, None)
     ttft_s(node, tokens.fresh(args.warmup))
     conversation = Conversation(node, tokens, args.history)
@@ -207,7 +207,7 @@ def measure_peer(node: Node, tokens: Tokens, figures: Figures, args: Namespace) 
 
 
 def make_model(arch: str, num_layers: int) -> Path:
-    """Return a random model of Qwen3-0.6B's width and so many layers, made once."""
+    """Return a random model of Qwen3-0.6B's width and `num_layers` layers, made once."""
     directory = OUT / "checkpoints" / f"{arch}-{num_layers}-layers"
     if (directory / "tokenizer.json").exists():  # written last
         return directory
@@ -243,7 +243,7 @@ def make_model(arch: str, num_layers: int) -> Path:
 
 
 def bytes_read(node: Node, num_tokens: int) -> int:
-    """Return the bytes of KV that a prefix of so many tokens needs: of layers with windows, their tails."""
+    """Return the bytes of KV that a prefix of `num_tokens` needs; layers with windows need only their tails."""
     groups = node.plan(NAME).groups
     return sum(num_needed(group, 0, num_tokens // group.block_size) * group.block_bytes for group in groups)
 

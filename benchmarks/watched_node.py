@@ -1,4 +1,4 @@
-"""Watch a node from outside while something is done to it; hostile.py, chaos.py and soak.py share this.
+"""Watch a node from outside; hostile.py, chaos.py and soak.py share this.
 
 Everything is read as an operator reads it: processes through /proc, models through `/ready`, pools through `/admin`.
 """
@@ -68,7 +68,7 @@ class Monitor:
     """Samples processes in a thread of its own while the block runs."""
 
     def __init__(self, processes: Callable[[], Mapping[str, int]], interval_s: float) -> None:
-        """`processes`: the pids to sample, by name; asked before every sample, for engines are started again."""
+        """`processes` returns the pids by name; it is called before every sample, because engines are started again."""
         self._processes = processes
         self._interval_s = interval_s
         self._ended = threading.Event()
@@ -175,7 +175,7 @@ class WatchedNode(Node):
 
 
 def known_node_options(**options: Any) -> dict[str, Any]:
-    """Return those of `options` that the `node` section of this version has, so that the programs run on older ones."""
+    """Return those of `options` that this version's `node` section has, so that programs run on older versions."""
     return {key: value for key, value in options.items() if key in NodeConfig.model_fields}
 
 
@@ -211,7 +211,7 @@ def pool_problems(pools: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
 
 
 def problems_at_rest(node: WatchedNode, timeout_s: float) -> list[str]:
-    """Wait until the pools are at rest and sane; the problems that are left after `timeout_s`."""
+    """Wait until the pools are at rest and sane, and return the problems that are left after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while problems := pool_problems(node.pools()):
         if time.monotonic() > deadline_s or not node.is_alive():
@@ -221,7 +221,7 @@ def problems_at_rest(node: WatchedNode, timeout_s: float) -> list[str]:
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns that line up in a terminal."""
+    """Return a table whose columns line up in a terminal."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = (heads, ["-" * width for width in widths], *rows)
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
@@ -239,7 +239,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float) -> bool:
 
 @dataclass
 class Checks:
-    """The claims of a program, and whether they held: the last table, and the exit status."""
+    """The checks of a program and whether they passed, for its last table and its exit status."""
 
     rows: list[list[str]] = field(default_factory=list)
     failed: int = 0

@@ -1,10 +1,10 @@
-"""Measure what those who watch a node cost its gateway:
+"""Measure what watching a node costs its gateway:
 
     swiftkv serve configs/embedded.yaml &
     python benchmarks/watchers.py
 
-So many watchers ask for GET /admin/overview once a second, as the page does. Printed: the gateway's part of a core
-without them and with them, and the answers a minute.
+Each watcher sends GET /admin/overview once a second, as the page does. Prints the gateway's part of a core without
+watchers and with them, and the answers a minute.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Times attention on the GPU beside what the GPU can do: `python benchmarks/gpu/attention.py --out attention.json`.
+"""Time attention on the GPU beside what the GPU can do: `python benchmarks/gpu/attention.py --out attention.json`.
 
 decode: bytes of keys and values read per second, over the bandwidth of a device-to-device copy (bytes read and bytes
-written). prefill: multiplications and additions per second, the masked half not counted, over the rate of a bf16 matrix
-product of 8192 x 8192 x 8192. Both ceilings are measured in the same run. Medians of GPU time; a call uses another
-layer than the one before, so that nothing is left in L2.
+written). prefill: multiplications and additions per second, without the masked half, over the rate of a bf16 matrix
+product of 8192 x 8192 x 8192. Both ceilings are measured in the same run. Figures are medians of GPU time; each call
+uses another layer than the one before, so that nothing of it is left in L2.
 
-`--tune` times other tilings too: tests/gpu has checked the default ones only.
+`--tune` times other tilings, too, but tests/gpu checks only the default ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POOL_BYTES = 12 << 30
 
 
 def gpu_times_s(call: Callable[[int], object], budget_s: float, max_calls: int = 100) -> list[float]:
-    """Return the seconds of single calls, by events. The calls wait in the stream, so that no launch is timed."""
+    """Return the seconds of single calls, by CUDA events. The calls queue in the stream, so that no launch is timed."""
     for i in range(2):
         call(i)
     torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def gpu_times_s(call: Callable[[int], object], budget_s: float, max_calls: int =
 
 
 def ceilings() -> tuple[float, float]:
-    """Return bytes per second of a copy, read and written; operations per second of a bf16 matrix product."""
+    """Return a copy's bytes per second, read plus written, and a bf16 matrix product's operations per second."""
     source = torch.randint(256, (4 << 30,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy_s = statistics.median(gpu_times_s(lambda _: target.copy_(source), 0.3))
@@ -72,7 +72,7 @@ def measure(
     budget_s: float,
     tilings: tuple[Tiling, Tiling] | None = None,
 ) -> float:
-    """Median seconds of attention of sequences (tokens in the cache, new tokens), blocks in random order."""
+    """Return the median seconds of attention of sequences (tokens in the cache, new tokens), blocks in random order."""
     counts = [-(-(cached + new) // spec.block_size) for cached, new in lengths]
     layer_bytes = spec.layer_block_elements * 2
     num_layers = max(1, min(16, pool.numel() // (layer_bytes * sum(counts))))
@@ -99,7 +99,7 @@ def kv_bytes(spec: AttentionSpec, batch: int, context: int) -> int:
 
 
 def operations(spec: AttentionSpec, new: int, cached: int) -> int:
-    """2 * (head_dim + v_head_dim) for every visible pair of query and key, of every head."""
+    """Return 2 * (head_dim + v_head_dim) operations for every visible pair of query and key, of every head."""
     seen = sum(min(position + 1, spec.window or position + 1) for position in range(cached, cached + new))
     return 2 * (spec.head_dim + spec.value_head_dim) * spec.num_heads * seen
 

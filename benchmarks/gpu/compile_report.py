@@ -1,8 +1,8 @@
-"""Report what the compiler makes of every kernel, for GPUs that need not be there.
+"""Report registers, spills and shared memory of every compiled kernel, without needing the GPUs.
 
-Compiles each in every kind of configuration that a model can bring, and prints registers, spills, shared memory and
-how many programs run on a multiprocessor at once. Exits with 1 if a loop spills or a kernel does not fit. `ptxas` and
-`cuobjdump` come with triton.
+Compiles each kernel in every kind of configuration that a model can need, and prints registers, spills, shared memory
+and how many programs run on a multiprocessor at once. Exits with 1 if a loop spills or a kernel does not fit. `ptxas`
+and `cuobjdump` come with triton.
 
 PYTHONPATH=. TRITON_CACHE_DIR=.triton python benchmarks/gpu/compile_report.py [--targets 80 90] [--only prefill]
 """
@@ -70,7 +70,7 @@ HEADER = (
 
 
 def row_of(gpu: DeviceLimits, name: str, case: str, kernel: Any) -> Row:
-    """Read what the compiled code says of itself."""
+    """Return the row of a compiled kernel, read from its binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()

@@ -1,11 +1,11 @@
-"""Gather and scatter of layer blocks, as a part of what a plain copy of as many bytes reaches in the same run.
+"""Time gather and scatter of layer blocks, beside a plain copy of as many bytes in the same run.
 
 PYTHONPATH=. python benchmarks/gpu/copies.py [--out copies.json]
 
-One layer of a peer's blocks is loaded into packed layer-stream slots, or stored from there: `kernel` with one launch
-for all runs, `direct` with one 2-D copy per run, both over pools on one GPU. Blocks have 32 layers, and each repetition
-moves another layer, so nothing is found in the L2 cache. The target is 90 % for `kernel`. At 16 and 64 KiB, `direct` is
-the time that its calls cost the host, which is more than that of the copies.
+One layer of a peer's blocks is loaded into adjacent places of the layer-stream cache, or stored from there: `kernel`
+with one launch for all runs, `direct` with one 2-D copy per run, both between pools on one GPU. Blocks have 32 layers,
+and each repetition moves another layer, so nothing is found in the L2 cache. The target is 90 % of the plain copy for
+`kernel`. At 16 and 64 KiB, the time of `direct` is that of its calls on the host, which take longer than the copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swiftkv.kernels.host_copies import upload
 from swiftkv.kernels.triton_copy import Int64Array, flatten_runs, move_blocks, pack_lists
 
 NUM_LAYERS = 32
-KERNEL_BYTES = 512 << 20  # of one layer: moved by a launch
+KERNEL_BYTES = 512 << 20  # bytes of one layer that a launch moves
 MAX_DIRECT_RUNS = 512
 WIDTHS = [width << 10 for width in (16, 32, 64, 128, 256)]
 RUN_BLOCKS = [1, 8, 64]
@@ -32,14 +32,14 @@ MAX_PROGRAMS = [8, 16, 32, 64, 128]
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Ours holds slots for one layer, the peer's whole blocks; both uint8, flat."""
+    """Two flat pools of uint8: ours holds single layer blocks, the peer's holds whole blocks."""
 
     ours: torch.Tensor
     theirs: torch.Tensor
 
 
 def staged_runs(width: int, run_blocks: int, num_bytes: int) -> Int64Array:
-    """Runs in random order on the peer's side, one after the other on ours."""
+    """Return runs that are in random order on the peer's side, and one after the other on ours."""
     num_runs = num_bytes // (width * run_blocks)
     order = np.random.default_rng(0).permutation(num_runs)
     ones = np.ones(num_runs, np.int64)
@@ -80,7 +80,7 @@ class Result:
     moved_bytes: int
     seconds: float
     bytes_per_s: float  # read plus written
-    of_copy: float  # the part of a plain copy's
+    of_copy: float  # the part of a plain copy's rate
 
 
 def result(

@@ -1,11 +1,11 @@
-"""Times the kernels between the matrix products, and sampling beside a sort: one command, a table, and JSON.
+"""Time the kernels between the matrix products, and sampling beside a sort; print a table, and write JSON:
 
     PYTHONPATH=. python benchmarks/gpu/elementwise.py [--out elementwise.json]
 
-Kernels: bytes that have to be read and written, per second, over the bandwidth of a copy measured in the same run; the
-shapes are Qwen3-8B's. Sampling: microseconds of a batch, over the time that the copy's bandwidth needs to read the
-logits once, beside torch sorting the vocabulary. Calls are captured in a graph, so that no launch from the host is
-timed, and take other tensors in turn, so that nothing is left in the L2 cache where more than it holds is moved.
+Kernels: the bytes per second that have to be read and written, over the bandwidth of a copy measured in the same run;
+the shapes are Qwen3-8B's. Sampling: microseconds for a batch, over the time that a copy's bandwidth allows for reading
+the logits once, and beside sorting the vocabulary with torch. Calls are captured in a graph, so that no launch from the
+host is timed, and use several tensors in turn that together exceed the L2 cache, so that nothing is found there.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FILTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The places in the pool for the tokens of a step, one after the other."""
+    """The places of a step's tokens in the pool, one after the other."""
 
     positions: Tensor
     token_entries: Tensor
@@ -73,7 +73,7 @@ def graph_seconds(run: Callable[[int], object], num_copies: int) -> float:
 
 
 def copies_of(nbytes: int) -> int:
-    """How many tensors of `nbytes` do not fit in L2, so that each is read from memory again."""
+    """Return how many tensors of `nbytes` exceed L2 together, so that each is read from memory again."""
     return max(4, min(MAX_COPIES, L2_BYTES // nbytes + 1))
 
 
@@ -92,7 +92,7 @@ def time_kernels(machine: Machine) -> list[dict[str, object]]:
 
 
 def kernels(num_tokens: int) -> list[tuple[str, Callable[[int], object], int]]:
-    """Name, a call that takes the number of its tensors, and the bytes that it has to move."""
+    """Return, for each kernel, its name, a call that takes the number of its tensors, and the bytes that it must move."""
 
     def tensors(width: int, reads_and_writes: int) -> tuple[list[Tensor], int]:
         nbytes = num_tokens * width * 2 * reads_and_writes
@@ -172,7 +172,7 @@ def time_filters(filters: Filters, noise: list[Tensor]) -> tuple[float, float]:
 
 
 def sample_by_sorting(logits: Tensor, filters: Filters) -> Tensor:
-    """Sample by sorting, as servers without kernels of their own do, and only as far as the filters need."""
+    """Sample by sorting, as servers without kernels of their own do, and only as far as the filters require."""
     if filters.temperature == 0:
         return logits.argmax(-1)
     probabilities = (logits / filters.temperature).softmax(-1)

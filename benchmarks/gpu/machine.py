@@ -1,4 +1,4 @@
-"""The ceilings of this GPU, measured in the run that compares something with them, and the way times are taken.
+"""The ceilings of this GPU, measured in each run that compares with them, and a timer.
 
 PYTHONPATH=. python benchmarks/gpu/machine.py [--out machine.json]
 """
@@ -22,7 +22,7 @@ MATRIX_SIZE = 8192
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Ceilings of one GPU; medians."""
+    """The ceilings of one GPU, as medians."""
 
     name: str
     torch: str
@@ -41,10 +41,10 @@ class Machine:
 
 
 def median_seconds(run: Callable[[int], object], repeats: int = 20, warmups: int = 3) -> float:
-    """Return the median seconds of `run(i)` on the current stream, by CUDA events; `i` counts up, so that `run`
-    can take other inputs each time.
+    """Return the median seconds of `run(i)` on the current stream, by CUDA events.
 
-    The device is kept busy, so that what a launch costs the host shows only where the host cannot keep ahead.
+    `i` counts up, so that `run` can take other inputs each time. The device is kept busy, so that the host's time for a
+    launch shows only where the host cannot stay ahead.
     """
     for index in range(warmups):
         run(index)
@@ -59,7 +59,7 @@ def median_seconds(run: Callable[[int], object], repeats: int = 20, warmups: int
 
 
 def measure() -> Machine:
-    """Measure this machine. It takes some seconds, and 8 GiB of device memory that are free again afterwards."""
+    """Measure this machine. This takes some seconds, and 8 GiB of device memory, which it frees afterwards."""
     copy_bytes_per_s, matrix_flops_per_s = _copy_bandwidth(), _matrix_rate()
     to_device, to_host = _pcie_bandwidths()
     torch.cuda.empty_cache()
@@ -89,7 +89,7 @@ def _pcie_bandwidths() -> tuple[float, float]:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print the ceilings as Markdown."""
+    """Print a table as Markdown."""
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for number, row in enumerate(cells):

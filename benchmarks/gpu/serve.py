@@ -1,22 +1,22 @@
-"""A whole model on one GPU beside the machine's floors and beside transformers, and what streaming lent KV costs.
+"""Time a whole model on one GPU beside the machine's floors and transformers, and the cost of streaming lent KV.
 
 PYTHONPATH=. python benchmarks/gpu/serve.py [--out serve.json] [--only model|transformers|lending|decoding]
 
 A dense decoder of Qwen3-8B's shape with random weights, made on the device; nothing is downloaded.
 
-model: a decode step of 32 sequences of 4,096 tokens (a CUDA graph, logits and greedy tokens with it), and the prefill
-of one prompt. Floors: the bytes of weights and KV over the bandwidth of a copy; the operations over the rate of a bf16
-matrix product; both measured in the same run. transformers: the same shape, sdpa, static cache, the same steps.
+model: a decode step of 32 sequences of 4,096 tokens (a CUDA graph, with logits and greedy tokens), and the prefill of
+one prompt. Floors: the bytes of weights and KV over the bandwidth of a copy, or the operations over the rate of a bf16
+matrix product; both are measured in the same run. transformers: the same shape and steps, sdpa, static cache.
 
-lending: prompts whose beginning lies in memory that is lent, and streams through the pool layer by layer while 512 new
-tokens are computed; beside them the same prompts with that KV in pinned host memory, reloaded by the same code with the
-same overlap. The lender's memory is another allocation on the same GPU, as a mapping of its pool is; prompts have 4K to
-32K tokens. Time to first token is that of the step, without HTTP; `tests/gpu/test_gpu_node.py` has the real processes.
+lending: prompts whose beginning lies in lent memory and streams through the pool layer by layer while 512 new tokens
+are computed; beside them the same prompts with that KV in pinned host memory, loaded by the same code with the same
+overlap. The lender's memory is another allocation on the same GPU, as a mapping of its pool is; prompts have 4K to 32K
+tokens. Time to first token is that of the step, without HTTP; `tests/gpu/test_gpu_node.py` has the real processes.
 
 decoding: steps of 8 sequences of 1,024 tokens that stream most of their KV, eagerly and as a CUDA graph, beside the
 same steps with all of it in the pool.
 
-It is one file, for all of its parts measure one model, which is made once.
+All parts are in one file because they measure one model, which is made once.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ PREFILLS = (2048, 8192, 32_768)
 CACHED = range(4096, 32_768 + 1, 2048)
 NEW_TOKENS = 512
 STREAMED_DECODE = (8, 6, 10)  # sequences; blocks of each in the pool, and borrowed
-CAPPED_BLOCKS = 96  # of the borrower's own pool in the lending part: 6,144 tokens
+CAPPED_BLOCKS = 96  # blocks of the borrower's own pool in the lending part: 6,144 tokens
 REPEATS = 8
 
 Int32Array = npt.NDArray[np.int32]
 
 
 class RandomWeights(MappedWeights):
-    """A checkpoint that is made where it is asked for."""
+    """A checkpoint whose random tensors are made on request."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
@@ -102,7 +102,7 @@ def make_config(shape: dict[str, Any]) -> DecoderConfig:
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
-    """Count the matrix parameters of the layers, with which every token is multiplied."""
+    """Count the parameters of the layers' matrices, which multiply every token."""
     heads = sum(
         len(kind.layers) * (kind.head_dim + kind.value_head_dim) * (kind.num_heads + kind.num_kv_heads)
         for kind in config.attention
@@ -119,7 +119,7 @@ def decode_bytes(config: DecoderConfig, batch: int, context: int) -> int:
 def prefill_operations(config: DecoderConfig, num_new: int, num_cached: int = 0) -> int:
     """Count multiplications and additions of layers, attention (without the masked half) and one row of logits.
 
-    For models without windows.
+    The model must have no windows.
     """
     pairs = num_new * num_cached + num_new * (num_new + 1) // 2
     attention = (
@@ -168,7 +168,7 @@ class Step:
 
 
 def local_step(num_layers: int, lengths: Sequence[tuple[int, int]], seed: int = 0) -> Step:
-    """Return sequences of (cached, new) tokens, all of whose blocks lie in the pool, at random."""
+    """Return a step of sequences of (cached, new) tokens, all of whose blocks lie in the pool, at random."""
     context_lens = np.array([cached + new for cached, new in lengths], np.int32)
     counts = -(-context_lens // BLOCK_SIZE)
     blocks = np.random.default_rng(seed).permutation(int(counts.sum())).astype(np.int32)
@@ -184,9 +184,9 @@ def local_step(num_layers: int, lengths: Sequence[tuple[int, int]], seed: int = 
 
 
 def streamed_step(group: KVGroup, num_cached: int, num_new: int, num_buffers: int) -> Step:
-    """Return one sequence: its cached blocks are borrowed on link 0 in runs of 8, its new ones are the pool's first.
+    """Return a step of one sequence, whose cached blocks are borrowed on link 0 in runs of 8.
 
-    Behind these come the slots of the buffers.
+    Its new blocks are the pool's first; the places of the stream buffers come after them.
     """
     num_layers, width, block = group.num_layers, group.layer_block_bytes, group.block_bytes
     borrowed, own = num_cached // BLOCK_SIZE, -(-num_new // BLOCK_SIZE)
@@ -212,9 +212,10 @@ def streamed_step(group: KVGroup, num_cached: int, num_new: int, num_buffers: in
 
 
 def streamed_decode(group: KVGroup, num_seqs: int, own: int, borrowed: int, num_buffers: int) -> Step:
-    """Return a token for each of `num_seqs` sequences, with `borrowed` blocks as a run on link 0, and `own` of ours.
+    """Return a step of one token for each of `num_seqs` sequences.
 
-    Behind those come the slots of the buffers. Without buffers, all blocks are ours.
+    Each has `borrowed` blocks as a run on link 0, and `own` blocks in our pool, after which come the places of the
+    stream buffers. Without buffers, all blocks are in our pool.
     """
     num_layers, width, block = group.num_layers, group.layer_block_bytes, group.block_bytes
     num_local = own if num_buffers else own + borrowed
@@ -294,7 +295,7 @@ def transformers_calls(
     decode: tuple[int, int],
     prefills: Sequence[int],
 ) -> dict[str, tuple[Callable[[], torch.Tensor], int]]:
-    """Return the same steps in transformers, with their bytes (decode) or operations (prefill), which give a floor."""
+    """Return the same steps in transformers, with the bytes (decode) or operations (prefill) that give their floor."""
     from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
     values = {key: value for key, value in shape.items() if key != "model_type"}
@@ -348,7 +349,7 @@ def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
 def stream_from(
     decoder: Decoder, group: KVGroup, device: torch.device, peer: torch.Tensor, io_backend: Any, name: str
 ) -> dict[str, object]:
-    """Measure steps over prompts of every length: their time, and what of it the copies were not hidden in."""
+    """Measure steps over prompts of every length: their time, and the part in which computing waited for copies."""
     from swiftkv.cache.cuda_pool import CudaPool
     from swiftkv.master.layer_stream import LayerStream
     from swiftkv.transport.peer import PeerTransport
@@ -454,7 +455,7 @@ def main() -> None:
         "model": bench_model,
         "lending": bench_lending,
         "decoding": bench_decoding,
-        "transformers": bench_transformers,  # last: another version of it may fail, which loses nothing then
+        "transformers": bench_transformers,  # last, so that nothing is lost if its installed version fails
     }
     results: list[dict[str, object]] = []
     for name, part in parts.items():
