@@ -92,7 +92,7 @@ def time_kernels(machine: Machine) -> list[dict[str, object]]:
 
 
 def kernels(num_tokens: int) -> list[tuple[str, Callable[[int], object], int]]:
-    """Return, for each kernel, its name, a call that takes the number of its tensors, and the bytes that it must move."""
+    """Return for each kernel its name, a call that takes the number of its tensors, and the bytes that it must move."""
 
     def tensors(width: int, reads_and_writes: int) -> tuple[list[Tensor], int]:
         nbytes = num_tokens * width * 2 * reads_and_writes

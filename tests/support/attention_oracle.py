@@ -1,7 +1,7 @@
 """Attention over the Triton kernels' layout of KV in float64: the oracle of `kernels/triton_attention.py`.
 
-It is not `kernels/reference.py` because it reads the very pool that the kernels read, in their layout, and because a
-context of a million tokens must fit: it computes a bounded number of scores at a time.
+Unlike `kernels/reference.py` it reads the same pool as the kernels, in their layout, and computes a bounded number of
+scores at a time, so that a context of a million tokens fits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.triton_layout import layer_blocks
 
-_MAX_SCORES = 1 << 26  # at a time, in float64: 512 MiB
+_MAX_SCORES = 1 << 26  # computed at a time, in float64: 512 MiB
 
 
 def keys_and_values(layer_blocks: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def attention(
     layer: int,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Take what `prepare_batch` and `attention` take, and return float64 `[num_tokens, num_heads * v_head_dim]`."""
+    """Return attention in float64, `[num_tokens, num_heads * v_head_dim]`; takes arguments as the kernels do."""
     out = torch.empty((len(qkv), spec.num_heads, spec.value_head_dim), dtype=torch.float64, device=qkv.device)
     queries = qkv[:, : spec.qkv_sizes[0]].unflatten(1, (spec.num_heads, spec.head_dim))
     sequences = zip(
@@ -79,7 +79,10 @@ def _attend(
     spec: AttentionSpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """queries [tokens, heads, dim] at positions [tokens], keys and values [keys, dim] -> like queries, of values."""
+    """Attend from queries [tokens, heads, dim] at positions [tokens] to keys and values [keys, dim].
+
+    Returns [tokens, heads, dim of a value].
+    """
     scores = torch.einsum("qhd,kd->qhk", queries.double(), keys.double()) * spec.scale
     if spec.soft_cap:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)

@@ -1,4 +1,4 @@
-"""Steps of attention over pools full of NaN, and how far the Triton kernels' results are from float64's."""
+"""Steps of attention over pools full of NaN, and the error of the Triton kernels' results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True)
 class Step:
-    """Arguments of `prepare_batch`, on the host, and of `attention`."""
+    """The arguments of `prepare_batch`, on the host, and of `attention`."""
 
     spec: AttentionSpec
     qkv: Tensor
@@ -74,17 +74,17 @@ def make_step(
     layer: int = 1,
     sinks: bool = False,
 ) -> Step:
-    """lengths: (tokens in the cache, new tokens) of each sequence.
+    """Make a step of sequences with `lengths` (tokens in the cache, new tokens).
 
-    Blocks are drawn at random, half of them whole (stride 1), half of one layer (stride 0). Of the pool, only the slots
-    that some query sees hold numbers, and blocks that none sees are gone from the table.
+    Blocks are drawn at random, half of them whole (stride 1), half of one layer (stride 0). Only the places of tokens
+    that some query sees hold numbers, and blocks that no query sees are missing from the table.
     """
     generator = torch.Generator(device).manual_seed(seed)
     counts = [-(-(cached + new) // spec.block_size) for cached, new in lengths]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
     whole = order % 2 == 0
-    # Whole blocks fill the front of the pool; behind them lie the layer blocks of the others.
+    # Whole blocks fill the front of the pool; the layer blocks of the others come after them.
     entries = torch.where(whole, order * NUM_LAYERS, ~(num_blocks * NUM_LAYERS + order)).int()
     shape = (num_blocks * (NUM_LAYERS + 1), spec.layer_block_elements)
     pool = torch.full(shape, math.nan, dtype=dtype, device=device).flatten().view(torch.uint8)
@@ -119,7 +119,7 @@ def make_step(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected|, Euclidean, of the worst row; NaN if anything is."""
+    """Return |actual - expected| / |expected|, Euclidean, of the worst row; NaN if any element is NaN."""
     difference = (actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
     return float(difference.max()) if not difference.isnan().any() else math.nan
 

@@ -28,7 +28,7 @@ _WAIT = """new Promise((resolve, reject) => {
 
 
 class Browser:
-    """A browser, of which one tab is looked at. `complaints` keeps the errors that this tab's console shows."""
+    """A browser with one tab at a time. `complaints` keeps the errors that this tab's console shows."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to = os.fdopen(to_browser, "wb", buffering=0)
@@ -40,7 +40,7 @@ class Browser:
         self.complaints: list[str] = []
 
     def open(self, url: str, width: int = 1100, height: int = 900, *, is_dark: bool = False) -> None:
-        """Open a page in a new tab, and close the tab before."""
+        """Open a page in a new tab, and close the previous tab."""
         self._session = None
         if self._tab is not None:
             self._call("Target.closeTarget", targetId=self._tab)
@@ -61,18 +61,18 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression in the page, or of what it promises."""
+        """Return the value of an expression in the page; a promise is awaited."""
         answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"]["exception"].get("description", answer))
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Return the value of an expression in the page once it is one that counts as true."""
+        """Return the value of an expression in the page once that is truthy."""
         return self.evaluate(_WAIT % (expression, json.dumps(expression)))
 
     def screenshot(self) -> bytes:
-        """Return what the tab shows as a PNG."""
+        """Return a PNG of the tab."""
         picture: str = self._call("Page.captureScreenshot")["data"]
         return base64.b64decode(picture)
 
@@ -109,11 +109,11 @@ class Browser:
     @classmethod
     @contextmanager
     def started(cls, directory: Path) -> Iterator[Self]:
-        """Run a browser whose profile is kept below `directory`."""
+        """Run a browser with its profile below `directory`."""
         assert CHROMIUM is not None
         read_commands, write_commands = os.pipe()
         read_answers, write_answers = os.pipe()
-        # It wants its pipes as descriptors 3 and 4.
+        # Chromium expects its pipes as descriptors 3 and 4.
         wrapper = f'exec "$0" "$@" 3<&{read_commands} 4>&{write_answers}'
         command = ["bash", "-c", wrapper, CHROMIUM, *_FLAGS, f"--user-data-dir={directory / 'profile'}"]
         process = subprocess.Popen(command, pass_fds=(read_commands, write_answers), stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, made by transformers itself: the oracle and its files."""
+"""Tiny checkpoints with random weights, made by transformers, which is also the oracle."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SHAPE = {
     "eos_token_id": 2,
 }
 ARCHITECTURE_SHAPE = {
-    "qwen2": {"head_dim": ...},  # its config class has none
+    "qwen2": {"head_dim": ...},  # its config class does not have this key
     "mistral": {"sliding_window": None},
     "mimo": {
         "num_hidden_layers": 3,
@@ -120,12 +120,12 @@ def make_checkpoint(
 
 
 def load_oracle(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' own model of a checkpoint; in float32 it is exact, whatever the file's dtype."""
+    """Return transformers' own model of a checkpoint; in float32 it is exact, whatever the file's dtype."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with at most `vocab_size` tokens, at least 263: the bytes and seven special ones."""
+    """Return a byte-level BPE tokenizer of 263 tokens (the bytes and seven special ones) to `vocab_size` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,6 +1,6 @@
-"""Compiles the kernels for a GPU that need not be there, as they are launched: run by `test_triton_compiles`.
+"""Compile the kernels for an H100, without one, as engines launch them; `test_triton_compiles` runs this program.
 
-Every launch compiles for an H100 and runs nothing. Prints the names of what was compiled.
+Every launch compiles and runs nothing. Prints the names of the compiled kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sample() -> None:
 
 
 def forward(directory: Path, block_size: int) -> None:
-    """A prompt, one after a history and a decoding sequence in one step; then a step as a graph captures it."""
+    """Run a prompt, one after a history and a decoding sequence in one step; then a step as a graph captures it."""
     config = read_config(directory)
     ops = select_ops("cuda")
     decoder = load_decoder(config, MappedWeights(directory), torch.bfloat16, "cpu", 512, block_size, ops)

@@ -1,4 +1,4 @@
-"""Completions of a node, whole and as a stream."""
+"""Completions of a node, whole and streamed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.node_process import DEADLINE_S, NodeProcess
 
 
 class Stream:
-    """A completion on its way: its events, one by one."""
+    """A completion that streams: its events, one by one."""
 
     def __init__(self, response: httpx.Response) -> None:
         self.response = response
@@ -26,7 +26,7 @@ class Stream:
 
 @contextmanager
 def streaming(node: NodeProcess, model: str, max_tokens: int) -> Iterator[Stream]:
-    """A stream whose first token has come."""
+    """Yield a stream once its first token has come."""
     body = {"prompt": "def", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     url = f"{node.url}/models/{model}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:

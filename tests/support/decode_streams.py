@@ -50,11 +50,11 @@ class StreamedStep:
 
 @dataclass(frozen=True, slots=True)
 class StreamedPools:
-    """Our pool: `num_blocks` blocks, then slots for two buffers. Each link's: `peer_blocks` blocks."""
+    """Our pool, with `num_blocks` blocks and then places for two stream buffers, and a peer's of `peer_blocks` each."""
 
     group: KVGroup
     num_blocks: int
-    num_slots: int  # of each buffer
+    num_slots: int  # the places of each buffer
     peer_blocks: int
 
     @property
@@ -68,9 +68,9 @@ class StreamedPools:
     def step(
         self, context_lens: Sequence[int], num_buffers: int, generator: np.random.Generator, num_moved: int = 1
     ) -> StreamedStep:
-        """One new token per sequence; with buffers, half of the blocks are borrowed, and the first is.
+        """Return a step of one new token per sequence; with buffers, half of the blocks are borrowed, the first always.
 
-        `num_moved` other blocks leave our pool, and as many come to where they were.
+        `num_moved` other blocks leave our pool, and as many come to their places.
         """
         group, block_size, width, block = (
             self.group, self.group.block_size, self.group.layer_block_bytes, self.group.block_bytes,

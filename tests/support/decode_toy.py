@@ -1,4 +1,4 @@
-"""A decoder of one attention layer over the Triton kernels, as something that a CUDA graph can capture."""
+"""A decoder of one attention layer over the Triton kernels, which a CUDA graph can capture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_LEN = 512
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`EngineStep` of one KV group without copies, for machines that have nothing of the rest of the engine."""
+    """An `EngineStep` of one KV group without copies, for machines that lack the rest of the engine."""
 
     token_ids: Int32Array
     positions: Int32Array
@@ -59,7 +59,7 @@ def decode_step(
     num_layers: int = 1,
     num_new: Sequence[int] | None = None,
 ) -> Step:
-    """New tokens for each sequence, one or `num_new`, which bring its context to that length, in random blocks."""
+    """Make a step of one or `num_new` new tokens for each sequence, after which it has its length, in random blocks."""
     lengths = np.array(context_lens, np.int32)
     new = np.array([1] * len(lengths) if num_new is None else num_new, np.int32)
     counts = -(-lengths // SPEC.block_size)
@@ -76,7 +76,7 @@ def decode_step(
 
 
 class Toy:
-    """Hidden states are what the layer's attention gives for a random projection of the tokens."""
+    """A decoder whose hidden states are the attention of a random projection of the tokens."""
 
     def __init__(self, num_blocks: int, device: str) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -99,7 +99,7 @@ class Toy:
         return self._layer(inputs.token_ids, inputs.attention[0][0])
 
     def eager(self, step: StepArrays) -> Tensor:
-        """The step as it would run without a graph."""
+        """Run the step without a graph."""
         token_ids = torch.from_numpy(step.token_ids).to(self.pool.device)
         return self._layer(token_ids, prepare_batch(SPEC, *_host(step), device=self.pool.device))
 

@@ -17,7 +17,7 @@ MAX_LEN = 200
 
 
 def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """In float64, but rounded to the dtype where the kernel rounds."""
+    """Return RMSNorm in float64, but rounded to the dtype where the kernel rounds."""
     wide = x.double()
     normal = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
     return (normal.double() * weight.double()).to(x.dtype)
@@ -25,13 +25,13 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens of several sequences and where they lie."""
+    """The tokens of several sequences, and their places."""
 
     positions: Tensor
     query_starts: Tensor
     block_table: Tensor
     table_starts: Tensor
-    token_entries: Tensor  # as python finds them
+    token_entries: Tensor  # as computed in Python
 
 
 def int32(values: list[int]) -> Tensor:
@@ -39,7 +39,7 @@ def int32(values: list[int]) -> Tensor:
 
 
 def make_step(block_size: int, lengths: list[tuple[int, int]], num_blocks: int, seed: int) -> Step:
-    """Sequences of (context length, cached part of it), with blocks at random: half whole ones, half of one layer."""
+    """Make a step of sequences (context length, its cached part), in random blocks: half whole, half of one layer."""
     rng = random.Random(seed)
     free = [block * NUM_LAYERS for block in range(num_blocks // 2)]
     free += [~index for index in range(num_blocks // 2 * NUM_LAYERS, num_blocks * NUM_LAYERS)]
@@ -47,7 +47,7 @@ def make_step(block_size: int, lengths: list[tuple[int, int]], num_blocks: int, 
     positions, entries, query_starts, table_starts, table = [], [], [0], [0], []
     for context_len, num_cached in lengths:
         first_written = num_cached // block_size
-        blocks = [NO_BLOCK] * first_written  # nobody may follow what lies before the new tokens
+        blocks = [NO_BLOCK] * first_written  # entries before the new tokens must not be read
         blocks += [free.pop() for _ in range(first_written, -(-context_len // block_size))]
         positions += range(num_cached, context_len)
         entries += [blocks[position // block_size] for position in range(num_cached, context_len)]
@@ -70,7 +70,7 @@ def split_heads(qkv: Tensor, spec: AttentionSpec) -> list[Tensor]:
 
 
 def turned(x: Tensor, norm: Tensor | None, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """x `[tokens, heads, head_dim]` as transformers normalises and rotates it, in x's dtype."""
+    """Return x `[tokens, heads, head_dim]` as transformers normalises and rotates it, in x's dtype."""
     if norm is not None:
         x = exact_norm(x, norm)
     rotary_dim = cos_sin.shape[1]

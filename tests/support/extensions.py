@@ -1,8 +1,8 @@
 """Take the package's C++ extensions, or its modules, from another directory: `pytest -p tests.support.extensions`.
 
-Copied as `sitecustomize.py` to a directory of `PYTHONPATH`, it does so in processes that a test starts as well.
+Copied as `sitecustomize.py` to a directory of `PYTHONPATH`, it does this in processes that a test starts, too.
 
-The directory is `SWIFTKV_EXTENSIONS`; what it lacks is imported from where it is installed.
+The directory is `SWIFTKV_EXTENSIONS`; modules that it lacks are imported from the installed package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import ModuleType
 
 
 class ExtensionFinder:
-    """Find `swiftkv._x` as `_x.*.so` in a directory, and `swiftkv.a.b` as `a/b.py`."""
+    """Finds `swiftkv._x` as `_x.*.so` in a directory, and `swiftkv.a.b` as `a/b.py`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

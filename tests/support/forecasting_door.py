@@ -1,4 +1,4 @@
-"""A door of a simulated engine that goes by the forecasts of a gateway."""
+"""A door of a simulated engine that uses a gateway's forecasts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from swiftkv.simulate.doors import OpenDoor, Target
 
 
 class ForecastingDoor(OpenDoor):
-    """Forecasts each request's first token as a gateway does, and refuses those that it would come too late for.
+    """Forecasts each request's first token as a gateway does, and refuses requests whose first token would be late.
 
     Attributes:
         forecasts: The forecasts, by request.
-        refused_waiting: The requests that were let in, and for which it was too late before they began.
+        refused_waiting: The requests that were let in, and waited until it was too late to begin.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class ForecastingDoor(OpenDoor):
         target_ttft_s: Target | None = None,
         refuses: bool = True,
     ) -> None:
-        """Without `refuses`, only forecast."""
+        """Without `refuses`, forecast but let every request in."""
         super().__init__(target_ttft_s)
         self.forecasts: dict[int, Forecast] = {}
         self._forecast = EngineForecast(limits)

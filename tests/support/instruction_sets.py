@@ -1,4 +1,4 @@
-"""Runs programs with the kernels of another instruction set than the machine's own."""
+"""Run programs with the kernels of another instruction set than the machine's own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from swiftkv import _cpu
 
 ROOT = Path(__file__).parents[2]
-PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # other plugins are imported for seconds
+PYTEST = ("-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # importing other plugins takes seconds
 
 MODEL_OF_TILES = (pytest.mark.slow,) if _cpu.isa() == "amx" else ()
-"""The marks of tests that run on a software model of the tiles: where there are tiles, the tests run on them, too."""
+"""The marks of tests on a software model of the tiles: slow on a machine with tiles, where the same tests use these."""
 
 
 def in_subprocess(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Triton's interpreter, where it differs from a GPU in what tests compare."""
+"""Corrections of Triton's interpreter where it differs from a GPU in results that tests compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _convert_float = interpreter._convert_float
 
 
 def round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions to bfloat16 round to the nearest, as on a GPU and in torch; the interpreter cuts the bits off."""
+    """Make conversions to bfloat16 round to nearest, as on a GPU and in torch; the interpreter truncates."""
     monkeypatch.setattr(interpreter, "_convert_float", _convert_rounding)
 
 

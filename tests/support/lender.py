@@ -1,4 +1,4 @@
-"""A process that owns pools and lends them whole: `Lender` starts it and sees its memory."""
+"""A process that owns pools and lends all of them: `Lender` starts it and can read its memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from swiftkv.transport.rendezvous import find_pool, publish_pool
 
 
 def pool_of(num_bytes: int) -> Pool:
-    """A pool of `num_bytes` (a multiple of 4096), whatever is in it."""
+    """Return a pool of `num_bytes`, a multiple of 4096, with undefined contents."""
     group = KVGroup((0,), 1, 32, "float32", 16)
     assert num_bytes % group.block_bytes == 0
     return Pool([(group, num_bytes // group.block_bytes)], "test")
 
 
 def mapped_inodes(pid: int) -> set[int]:
-    """Return the memory without a name that a process maps. Files are of other devices, with the same numbers."""
+    """Return the inodes of the nameless memory that a process maps. Files may have the same numbers on other devices."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {int(line.split()[4]) for line in lines if "/memfd:" in line}
 
 
 class Lender:
-    """One process with a pool of `num_bytes` for each path; `serve` has it answer two-sided borrowers too."""
+    """One process with a pool of `num_bytes` for each path; with `serve` it answers two-sided borrowers, too."""
 
     def __init__(self, store_paths: Sequence[Path], num_bytes: int, serve: bool) -> None:
         arguments = [str(num_bytes), "serve" if serve else "", *map(str, store_paths)]
@@ -65,7 +65,7 @@ def _map(handle: PeerHandle) -> torch.Tensor:
 
 
 def main() -> None:
-    """NUM_BYTES "serve"|"" STORE_PATH..., until standard input ends."""
+    """Lend pools until standard input ends. Arguments: NUM_BYTES "serve"|"" STORE_PATH..."""
     pools = []
     for path in map(Path, sys.argv[3:]):
         pools.append(pool_of(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""A lender's half of the lease protocol, of which the test says every message itself."""
+"""A lender's half of the lease protocol, in which the test sends every message itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = TypeVar("Message")
 
 
 class LenderByHand:
-    """A lender that speaks for the process `me`, which `welcome` sets."""
+    """A lender that sends messages as the process `me`, which `welcome` sets."""
 
     def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.me: Identity
@@ -35,7 +35,7 @@ class LenderByHand:
         self.send(Welcome(me.incarnation, self.hello.sender, self.hello.attempt, me.pid, me.start_ticks, paths))
 
     def be_attached(self, me: Identity, store_path: Path) -> None:
-        """Welcome every Hello, of which some may be of an attempt before, until one is answered."""
+        """Welcome every Hello until one is answered; some may belong to an earlier attempt."""
         self.welcome(me, store_path)
         while isinstance(message := self._receive(), Hello):
             self.hello = message
@@ -50,7 +50,7 @@ class LenderByHand:
         self.socket.send_multipart([self.route, msgspec.msgpack.encode(message)])
 
     def receive(self, kind: type[Message]) -> Message:
-        """The next of that kind; Hellos that were repeated before they were answered are passed over."""
+        """Return the next message of that kind; skip Hellos that were repeated before they were answered."""
         while not isinstance(message := self._receive(), kind):
             assert isinstance(message, Hello)
         return message

@@ -36,7 +36,7 @@ HYBRID_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoints(directory: Path) -> dict[str, Path]:
-    """One for masters, and one of a different shape for each kind of worker."""
+    """Make a checkpoint for masters, and one of a different shape for each kind of worker."""
     shapes = {"master": MASTER_SHAPE, **WORKER_SHAPES}
     for seed, (name, shape) in enumerate(shapes.items()):
         make_checkpoint(
@@ -46,7 +46,7 @@ def make_checkpoints(directory: Path) -> dict[str, Path]:
 
 
 def make_hybrid_checkpoints(directory: Path) -> dict[str, Path]:
-    """Make models some of whose layers look back over 40 tokens, under the names that dense ones have."""
+    """Make models some of whose layers look back over 40 tokens, under the same names as the dense ones."""
     for seed, (name, shape) in enumerate(HYBRID_SHAPES.items()):
         make_checkpoint(
             directory / name,
@@ -63,7 +63,7 @@ def make_hybrid_checkpoints(directory: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's addition to a conversation, and the way its answer is drawn: greedily without a seed."""
+    """A user's addition to a conversation, and the seed of its answer, which is greedy without one."""
 
     question: tuple[int, ...]
     max_tokens: int
@@ -139,7 +139,7 @@ class LendingNode:
         return self._http.patch(f"/admin/lending/{worker}", json=body, headers=self.process.admin_headers())
 
     def pool(self, model: str) -> dict[str, Any]:
-        """Return what `/admin/pools` shows of a model, once its engine answers."""
+        """Return a model's `/admin/pools`, once its engine answers."""
         return wait_for(f"{model} to answer", lambda: self.ask_admin(f"pools/{model}")) or {}
 
     def blocks(self, model: str) -> dict[str, int]:
@@ -164,7 +164,7 @@ class LendingNode:
         return counts
 
     def lent(self, lender: str, borrower: str) -> int:
-        """Return the number of extents that both sides agree on; 0 where they do not, or one is not there."""
+        """Return the number of extents that both sides agree on; 0 if they disagree or one is not there."""
         lent = self.extents(lender, "lends", "lent").get(borrower, 0)
         return lent if lent == self.extents(borrower, "borrows", "held").get(lender, 0) else 0
 
@@ -184,7 +184,7 @@ class LendingNode:
         return 0.0
 
     def assert_at_rest(self, *models: str) -> None:
-        """The pool equation holds for every model, nothing is in use, and both sides of every link say the same."""
+        """Assert that every pool adds up, that no block is in use, and that both sides of every link agree."""
         for model in models:
             wait_for(f"{model} to be at rest", lambda model=model: _is_at_rest(self.blocks(model)))
             for group in self.pool(model)["groups"]:
@@ -192,7 +192,7 @@ class LendingNode:
         wait_for("both sides to agree", lambda: self._sides_agree(models))
 
     def _sides_agree(self, models: Sequence[str]) -> bool:
-        """Whether lenders and borrowers agree on every extent and epoch, with no extent under way."""
+        """Return whether lenders and borrowers agree on every extent and epoch, with no extent between states."""
         lent, held = set[tuple[Any, ...]](), set[tuple[Any, ...]]()
         for model in models:
             view = self.pool(model)
@@ -215,7 +215,7 @@ class Reference:
         self._known: dict[tuple[str, Conversation], Answers] = {}
 
     def answers(self, model: str, conversations: Sequence[Conversation]) -> list[Answers]:
-        """`model`: `float32` or `bfloat16`, of the master's checkpoint, or `broad`, a worker's."""
+        """Return the answers of `model`: `float32` or `bfloat16` of the master's checkpoint, or `broad`, a worker's."""
         new = [turns for turns in conversations if (model, turns) not in self._known]
         for turns, answers in zip(new, self._node.hold_all(model, new) if new else [], strict=True):
             self._known[model, turns] = answers
@@ -230,7 +230,7 @@ def _is_at_rest(blocks: dict[str, int]) -> bool:
 
 @contextmanager
 def serving(config: dict[str, Any], directory: Path, temporary: Path) -> Iterator[LendingNode]:
-    """A node, from its start until it is killed; `temporary` as for `NodeProcess`."""
+    """Run a node, and kill it at the end; `temporary` as for `NodeProcess`."""
     with NodeProcess(config, directory, temporary) as process:
         node = LendingNode(process)
         try:
@@ -241,7 +241,7 @@ def serving(config: dict[str, Any], directory: Path, temporary: Path) -> Iterato
 
 @contextmanager
 def meanwhile(action: Callable[[], object], interval_s: float) -> Iterator[None]:
-    """Call `action` again and again from another thread; what it raises is raised when the block is left."""
+    """Call `action` again and again from another thread, and raise its exception at the end of the block."""
     ended = threading.Event()
 
     def act() -> int:

@@ -1,4 +1,4 @@
-"""A real Mooncake Store of a test's own: its master, and a process that gives it memory."""
+"""A real Mooncake Store for one test: its master, and a process that gives it memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEASE_MS = 5000
 
 
 class MooncakeStore:
-    """The master's process; it can be ended and started again at the same address, without its memory of objects."""
+    """The master's process; it can be ended and started again at the same address, but then knows no objects."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -38,7 +38,7 @@ class MooncakeStore:
         self.master = self._start_master()
 
     def give_memory(self, num_bytes: int) -> None:
-        """Have a process of its own keep objects."""
+        """Start a process that gives the store memory for objects."""
         arguments = [f"--host={HOST}", f"--master_server_address={self.address}", f"--port={self._ports[2]}"]
         arguments += ["--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--global_segment_size={num_bytes}"]
         self._donor = self._start("mooncake_client", arguments)
@@ -70,7 +70,7 @@ class MooncakeStore:
 
 @contextmanager
 def mooncake_store(memory_bytes: int = SEGMENT_BYTES) -> Iterator[MooncakeStore]:
-    """Start a store; 0 bytes: nobody gives it memory. Skips the test where its package or libraries are not here."""
+    """Start a store, with 0 bytes without memory. Skips the test where its package or libraries are not installed."""
     skip_without_mooncake()
     with TemporaryDirectory(prefix="swiftkv-mooncake-") as directory, closing(MooncakeStore(Path(directory))) as store:
         if memory_bytes:
@@ -79,7 +79,7 @@ def mooncake_store(memory_bytes: int = SEGMENT_BYTES) -> Iterator[MooncakeStore]
 
 
 def skip_without_mooncake() -> None:
-    """Skip the test on a machine that cannot run a store, and say how it could."""
+    """Skip the test on a machine that cannot run a store, and say what to install."""
     try:
         importlib.import_module("mooncake.store")
     except ImportError as error:
@@ -88,7 +88,7 @@ def skip_without_mooncake() -> None:
 
 @contextmanager
 def held_still(store: MooncakeStore) -> Iterator[None]:
-    """Stop the master, which then answers nobody, until the end of the block."""
+    """Suspend the master, so that it does not answer, until the end of the block."""
     store.master.send_signal(signal.SIGSTOP)
     wait_for("the master to stop", lambda: psutil.Process(store.master.pid).status() == psutil.STATUS_STOPPED)
     try:
@@ -98,8 +98,8 @@ def held_still(store: MooncakeStore) -> Iterator[None]:
 
 
 def _program(name: str) -> str:
-    """Return a program that comes with the package; not every installer makes it executable."""
-    directories = importlib.import_module("mooncake").__path__  # two of them where one environment lies on another
+    """Return the path of a program of the package, and make it executable, which not every installer does."""
+    directories = importlib.import_module("mooncake").__path__  # two if one environment is based on another
     path = next(path for directory in directories if (path := Path(directory) / name).exists())
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)

@@ -27,15 +27,15 @@ from swiftkv.admin_key import find_admin_key
 T = TypeVar("T")
 
 DEADLINE_S = 120.0
-"""Nothing here takes long; a machine may be busy with other things."""
+"""Nothing here takes long, but the machine may be busy."""
 
 
 MAX_MODEL_LEN = 32768
-"""Tokens: an answer of this length outlasts what a test does meanwhile."""
+"""The number of tokens of an answer that outlasts any test."""
 
 
 def wait_for(what: str, probe: Callable[[], T]) -> T:
-    """Ask until the answer is true, and return it."""
+    """Call `probe` until its result is truthy, and return that."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         if answer := probe():
@@ -45,9 +45,9 @@ def wait_for(what: str, probe: Callable[[], T]) -> T:
 
 
 class NodeProcess:
-    """A context manager: the node serves inside. Leaving it kills what still runs.
+    """A context manager that runs a node; leaving it kills the processes that still run.
 
-    `temporary` is the node's TMPDIR, so that tests see the files left there; share it to start two in turn.
+    `temporary` is the node's TMPDIR, so that tests see the files left there; two nodes in turn can share it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NodeProcess:
         program: Sequence[str] = ("-m", "swiftkv.cli"),
         stderr: int | None = None,
     ) -> None:
-        """`wait`: be entered only when every model serves. `program`: another than the command, for Python."""
+        """`wait`: enter only once every model serves. `program`: Python's arguments, instead of the command."""
         self._program = program
         self._stderr = stderr
         self.file = directory / "node.yaml"
@@ -97,7 +97,7 @@ class NodeProcess:
         self.process.wait()
 
     def wait_line(self, pattern: str) -> re.Match[str]:
-        """The next line of its output that matches."""
+        """Wait for the next line of its output that matches, and return the match."""
         while True:
             line = self._unread.get(timeout=DEADLINE_S)
             assert line is not None, f"ended before a line matched {pattern!r}:\n" + "\n".join(self.lines)
@@ -105,9 +105,9 @@ class NodeProcess:
                 return match
 
     def wait_errors(self) -> str:
-        """Wait until it has ended, and return its standard error, which `stderr` has made a pipe.
+        """Wait until it has ended, and return its standard error, for which `stderr` must be a pipe.
 
-        Its standard output has a reader already, which `communicate` would disturb.
+        `communicate` would disturb the reader of its standard output.
         """
         assert self.process.stderr is not None
         errors: str = self.process.stderr.read()
@@ -119,11 +119,11 @@ class NodeProcess:
         return {"Authorization": f"Bearer {find_admin_key(self.url)}"}
 
     def url_of(self, model: str) -> str:
-        """The model's own URL, as printed, without `/v1`."""
+        """Return the model's own URL, as printed, without `/v1`."""
         return next(line for line in self.lines if line.startswith(f"{model}: http")).split()[1].removesuffix("/v1")
 
     def engines(self) -> dict[str, psutil.Process]:
-        """The engine processes that run now, by model."""
+        """Return the engine processes that run now, by model."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -134,11 +134,11 @@ class NodeProcess:
         return found
 
     def ready(self) -> dict[str, str]:
-        """State by model, as `/ready` tells it."""
+        """Return the state of each model in `/ready`."""
         return {name: view["state"] for name, view in self.engine_views().items()}
 
     def engine_views(self) -> dict[str, dict[str, Any]]:
-        """All that `/ready` tells of each engine; its status must agree."""
+        """Return each engine's entry in `/ready`; the HTTP status must agree with them."""
         answer = httpx.get(f"{self.url}/ready", timeout=DEADLINE_S)
         content = answer.json()
         views: dict[str, dict[str, Any]] = content["engines"]
@@ -147,7 +147,7 @@ class NodeProcess:
         return views
 
     def assert_nothing_left(self) -> None:
-        """No process, no socket directory, nothing with our name in shared memory."""
+        """Assert that no process, no socket directory and nothing with our name in shared memory is left."""
         wait_for("engines to end", lambda: not any(process.is_running() for process in self._everybody))
         assert not list(self.temporary.iterdir())
         assert not list(Path("/dev/shm").glob("*swiftkv*"))
@@ -161,7 +161,7 @@ class NodeProcess:
 
 
 def small_models(checkpoint: Path, *names: str) -> list[dict[str, Any]]:
-    """Return the configuration of models that load fast and leave cores to each other."""
+    """Return the configuration of models that load fast and leave each other cores."""
     return [
         {"name": name, "path": str(checkpoint), "dtype": "float32", "threads": 1, "kv_cache": {"memory": "64MiB"}}
         for name in names
@@ -169,9 +169,9 @@ def small_models(checkpoint: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on the loopback interface that nobody has, and that the system gives to nobody by itself.
+    """Return free ports on the loopback interface, outside of the range that the system assigns by itself.
 
-    A port that the system gave and got back may be some client's by the time a test uses it.
+    A port that the system had assigned may belong to some client by the time a test uses it.
     """
     found: set[int] = set()
     while len(found) < count:
@@ -182,7 +182,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def short_temporary_directory() -> Path:
-    """pytest's own are too long for the path of a socket."""
+    """Return a temporary directory; pytest's own are too long for the path of a socket."""
     return Path(tempfile.mkdtemp(prefix="skv-", dir="/tmp"))
 
 

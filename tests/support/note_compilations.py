@@ -1,6 +1,6 @@
-"""Notes what Triton would compile while requests wait, on a GPU that need not be there: run by `test_triton_compiles`.
+"""Note what Triton would compile while requests wait, without a GPU; `test_triton_compiles` runs this program.
 
-Prints a line for each kernel that steps need and the warm-up has left out.
+Prints a line for each kernel that steps need and the warm-up does not compile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARAMS: list[dict[str, object]] = [
 
 
 def sample(vocab_size: int, noted: set[tuple[str, str]]) -> None:
-    """Steps of any number of rows, of requests with all kinds of parameters, after the warm-up."""
+    """Sample for any number of rows, of requests with all kinds of parameters, after the warm-up."""
     sampler = DeviceSampler(vocab_size, torch.zeros(ROWS, dtype=torch.int32))
     warm = set(noted)
     num_words = ceil_div(vocab_size, 32)
@@ -53,7 +53,7 @@ def sample(vocab_size: int, noted: set[tuple[str, str]]) -> None:
         for num_rows in range(1, ROWS + 1):
             slots = np.arange(num_rows, dtype=np.int32)
             if num_rows > 2:
-                slots[-1] = slots[-2]  # a draft behind a row that counts tokens
+                slots[-1] = slots[-2]  # a draft after a row that counts tokens
             masks = TokenMasks(np.arange(num_rows, dtype=np.int32), np.zeros((num_rows, num_words), np.uint32))
             sampler.sample(LogitRows(torch.zeros(num_rows, vocab_size), slots, np.full(num_rows, 3, np.int32), masks))
     for num_rows in (1, 2, 3):
@@ -63,7 +63,7 @@ def sample(vocab_size: int, noted: set[tuple[str, str]]) -> None:
 
 
 def forward(directory: Path, block_size: int, noted: set[tuple[str, str]]) -> None:
-    """Prompts and single tokens of many lengths, after the steps that measure memory."""
+    """Run prompts and single tokens of many lengths, after the steps that measure memory."""
     decoder_config = read_config(directory)
     config = EngineConfig(
         "toy", str(directory), "", "", PoolBytes(0), MAX_LEN, max_num_seqs=8, max_num_batched_tokens=256

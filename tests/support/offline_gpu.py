@@ -1,4 +1,4 @@
-"""Has Triton believe in a GPU that need not be there: launches compile kernels, or are only noted, and nothing runs.
+"""Make Triton work without a GPU: launches compile kernels, or are only noted, and nothing runs.
 
 Import this before anything switches Triton's interpreter on.
 """
@@ -18,7 +18,7 @@ _run = JITFunction.run
 
 
 class _Driver:
-    """The driver's answers that Triton asks for before it compiles."""
+    """A driver with the answers that Triton needs before it compiles."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -49,13 +49,13 @@ def compile_instead_of_launching(compiled: Callable[[str, Any], None], capabilit
 
 
 def note_instead_of_compiling(capability: int = 90) -> set[tuple[str, str]]:
-    """Return a set in which every variant of a kernel stands that would be compiled from now on: name and key."""
+    """Return a set that gets the name and key of every variant of a kernel that would be compiled from now on."""
     noted: set[tuple[str, str]] = set()
     compile_instead_of_launching(lambda name, kernel: None, capability)
 
     def note(*, key: str, repr: str, **_: Any) -> bool:
         noted.add((repr, key))
-        return True  # that it need not be compiled
+        return True  # do not compile it
 
     triton.knobs.runtime.jit_cache_hook = note
     return noted

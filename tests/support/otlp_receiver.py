@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """An OTLP collector: a span for each that arrived, and the attributes of who sent them."""
+    """An OTLP collector: the spans that arrived, and their senders' attributes."""
 
     url: str
     spans: queue.Queue[Any] = field(default_factory=queue.Queue)
@@ -21,7 +21,7 @@ class Receiver:
     may_answer: threading.Event = field(default_factory=threading.Event)
 
     def trace(self, trace_id: str, num_spans: int) -> dict[str, Any]:
-        """Return spans of one trace by name, when so many have come."""
+        """Return the spans of one trace by name, once `num_spans` have come."""
         found = {}
         while len(found) < num_spans:
             span = self.spans.get(timeout=60)

@@ -1,7 +1,7 @@
-"""Takes the pictures of the page that the documents show: `python -m tests.support.page_pictures docs/images`.
+"""Take the documents' pictures of the page: `python -m tests.support.page_pictures docs/images`.
 
-A node with three models of `checkpoints/` serves conversations for two minutes meanwhile. It needs Pillow, which the
-extra `bench` brings.
+A node with three models of `checkpoints/` serves conversations for two minutes meanwhile. This needs Pillow, which is
+in the extra `bench`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main(directory: Path) -> None:
         for name, (width, height) in SCREENS.items():
             for suffix, is_dark in (("", False), ("-dark", True)):
                 browser.resize(width, height, is_dark=is_dark)
-                time.sleep(1.5)  # for bars to be where they move to
+                time.sleep(1.5)  # until bars have stopped moving
                 picture = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
                 picture.quantize(64).save(directory / f"{name}{suffix}.png", optimize=True)
 

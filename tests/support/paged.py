@@ -1,4 +1,4 @@
-"""Runs a decoder on paged KV as an engine would, without a scheduler: any blocks, any chunks, any mixture."""
+"""Run a decoder on paged KV as an engine would, without a scheduler: any blocks, any chunks, any mixture."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from swiftkv.models.registry import read_config
 
 
 class _Group:
-    """The pool of one KV group, and which of its blocks each sequence has. Free blocks are garbage."""
+    """The pool of one KV group, and the blocks of each sequence. Free blocks hold garbage."""
 
     def __init__(self, group: KVGroup, num_blocks: int, rng: random.Random, shared_layers: bool, device: str) -> None:
-        # All bits set is NaN in every dtype: a kernel that reads a slot nobody wrote shows it.
+        # All bits set is NaN in every dtype: it shows if a kernel reads what was never written.
         self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8, device=device)
         self._group = group
         self._free = rng.sample(range(num_blocks), num_blocks)
@@ -33,12 +33,12 @@ class _Group:
         self._blocks: dict[str, list[int | None]] = defaultdict(list)  # None: behind the window
 
     def grow(self, name: str, num_tokens: int) -> None:
-        """Make room for a sequence of so many tokens."""
+        """Make room for a sequence of `num_tokens`."""
         while len(self._blocks[name]) * self._group.block_size < num_tokens:
             self._blocks[name].append(self._free.pop())
 
     def slide(self, name: str, num_tokens: int) -> None:
-        """Take the blocks that no token after the first `num_tokens` looks back on."""
+        """Free the blocks that no token after the first `num_tokens` looks back on."""
         if not self._group.window:
             return
         first_seen = max(0, num_tokens + 1 - self._group.window)
@@ -70,7 +70,7 @@ class PagedRunner:
         self._lengths: dict[str, int] = defaultdict(int)
 
     def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Compute the next tokens of some sequences together; float32 logits [number of tokens, vocab] of each."""
+        """Compute the next tokens of some sequences together; return float32 logits [tokens, vocab] of each."""
         for name, new in tokens.items():
             for group in self._groups:
                 group.grow(name, self._lengths[name] + len(new))
@@ -83,7 +83,7 @@ class PagedRunner:
         return dict(zip(tokens, logits.split([len(new) for new in tokens.values()]), strict=True))
 
     def run(self, prompts: Mapping[str, Sequence[int]], chunk_sizes: Sequence[int]) -> dict[str, Tensor]:
-        """All of the prompts, each cut into chunks (sizes in turn, from another one for each prompt)."""
+        """Compute all prompts, each cut into chunks (sizes in turn, each prompt beginning with another)."""
         logits: dict[str, list[Tensor]] = defaultdict(list)
         done = dict.fromkeys(prompts, 0)
         turn = 0
@@ -124,9 +124,10 @@ def int32(values: Sequence[int]) -> Tensor:
 
 
 def main() -> None:
-    """DIRECTORY OUT; prompts, lists of chunk sizes and dtypes on stdin. For a process of another environment.
+    """Compute logits in a process of another environment. Arguments: DIRECTORY OUT.
 
-    OUT gets the logits, as `dtype/prompt/number of the list`.
+    Standard input has prompts, lists of chunk sizes and dtypes. OUT gets the logits, as `dtype/prompt/number of the
+    list`.
     """
     directory, out = Path(sys.argv[1]), sys.argv[2]
     task = json.load(sys.stdin)

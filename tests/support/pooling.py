@@ -1,4 +1,4 @@
-"""Tiny checkpoints like Qwen3-Embedding and Qwen3-Reranker, and what their model cards say to do with them."""
+"""Tiny checkpoints like Qwen3-Embedding and Qwen3-Reranker, and their use as the model cards describe it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.support.checkpoints import make_checkpoint, make_tokenizer
 
-_TOKENIZER_TOKENS = 300  # of the model's 320; the rest is for those that are added
+_TOKENIZER_TOKENS = 300  # of the model's 320; the rest is for added tokens
 END_OF_TEXT = "<pad>"
 
 
 def make_embedding_checkpoint(directory: Path, **shape: Any) -> PreTrainedModel:
-    """Write one like Qwen3-Embedding: saved without its head, with a tokenizer that adds an end to each text."""
+    """Write one like Qwen3-Embedding: without its head, with a tokenizer that adds an end token to each text."""
     model = make_checkpoint(directory, "qwen3", tie_word_embeddings=False, **shape)
     weights = load_file(directory / "model.safetensors")
     stack = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
@@ -72,13 +72,13 @@ def write_settings(directory: Path, prompts: dict[str, str], default: str | None
 
 @torch.inference_mode()
 def hidden_state(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """Return what transformers has behind the final norm for the last token."""
+    """Return transformers' hidden state of the last token, after the final norm."""
     hidden: torch.Tensor = model.model(torch.tensor([prompt])).last_hidden_state
     return hidden[0, -1]
 
 
 def embedding(model: PreTrainedModel, prompt: list[int], dimensions: int | None = None) -> torch.Tensor:
-    """Return the embedding of the model card: the last token's hidden state, cut, and of length 1."""
+    """Return the embedding as the model card defines it: the last token's hidden state, cut, with norm 1."""
     return torch.nn.functional.normalize(hidden_state(model, prompt)[:dimensions], dim=0)
 
 
@@ -101,7 +101,7 @@ def card_prompt(
 
 @torch.inference_mode()
 def card_score(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompt: list[int]) -> float:
-    """Return the score of the card: the probability of yes, where the model may say yes or no."""
+    """Return the score as the card defines it: the probability of yes, where the model may say yes or no."""
     logits = model(torch.tensor([prompt])).logits[0, -1]
     no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
     return torch.log_softmax(torch.stack([logits[no], logits[yes]]), 0)[1].exp().item()

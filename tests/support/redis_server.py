@@ -1,4 +1,4 @@
-"""A real Redis server of a test's own, on a Unix socket."""
+"""A real Redis server for one test, on a Unix socket."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RedisServer:
 
 @contextmanager
 def redis_server(maxmemory: int = MAXMEMORY, policy: str = "allkeys-lru", *arguments: str) -> Iterator[RedisServer]:
-    """Start a server. Skips the test where there is none, or no client."""
+    """Start a server. Skips the test where the server or the client is not installed."""
     pytest.importorskip("redis", reason="the package redis is not here: pip install swiftkv[redis]")
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not here: apt-get install redis-server")

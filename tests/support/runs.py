@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True, slots=True)
 class LayerMoves:
-    """One layer's copies, and the sizes of the pools that they fit in."""
+    """One layer's copies, and the sizes of the pools that they need."""
 
     runs: npt.NDArray[np.int64]  # [R, 5]: link, peer_offset_bytes, local_offset_bytes, count, staged
     width_bytes: int
@@ -24,7 +24,7 @@ class LayerMoves:
     peer_bytes: int  # of each link's pool
 
     def pools(self, generator: torch.Generator) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Our pool and each link's, of random bytes, on the CPU."""
+        """Return our pool and each link's, of random bytes, on the CPU."""
         links = sorted(set(self.runs[:, 0].tolist()))
         sizes = [self.pool_bytes, *[self.peer_bytes] * len(links)]
         pool, *peers = (torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in sizes)
@@ -71,7 +71,7 @@ def move_blocks_reference(
     layer: int,
     to_peer: bool,
 ) -> None:
-    """Do what `triton_copy.move_blocks` does, run by run in plain torch: `peers[link]` is that peer's pool, uint8."""
+    """Copy as `triton_copy.move_blocks` does, run by run in plain torch: `peers[link]` is that peer's pool, uint8."""
     for link, peer_offset, local_offset, count, staged in runs.tolist():
         theirs = _strided(peers[link], peer_offset + layer * width_bytes, count, block_bytes, width_bytes)
         local_pitch = width_bytes if staged else block_bytes

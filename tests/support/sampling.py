@@ -31,7 +31,7 @@ def slot_params(all_filters: list[Filters], seeds: list[int], vocab_size: int, d
 
 
 def kept_probabilities(logits: Tensor, filters: Filters) -> Tensor:
-    """Return the kept probabilities, by sorting, in float64: min_p, top_k and top_p; equals stay or go together."""
+    """Return the probabilities that min_p, top_k and top_p keep, by sorting, in float64; ties stay or go together."""
     weights = torch.exp((logits.double() - logits.max()) / filters.temperature)
     floor = filters.min_p
     if filters.top_k:

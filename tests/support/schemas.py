@@ -1,4 +1,4 @@
-"""JSON schemas as people write them for extraction, tools and settings: each has an end that a random model reaches."""
+"""JSON schemas as people write them for extraction, tools and settings; random answers to each of them end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Step(BaseModel):
 
 
 class Solution(BaseModel):
-    """OpenAI's example of a structured answer, with strings that end."""
+    """OpenAI's example of a structured answer, with strings of limited length."""
 
     steps: list[Step] = Field(max_length=3)
     final_answer: str = Field(max_length=12)
@@ -125,4 +125,4 @@ ENDLESS: dict[str, tuple[str, str]] = {
     "a list without end": ("json", '{"type": "array", "items": {"type": "null"}, "minItems": 1000000}'),
     "a string without end": ("json", '{"type": "string", "minLength": 1000000}'),
 }
-"""Grammars that cost nothing until somebody follows them: an engine must bound what they cost it then."""
+"""Grammars that cost nothing until an answer follows them; an engine must bound their cost then."""

@@ -40,7 +40,7 @@ class DirectoryStorage:
 
 
 class PositionalStorage(DirectoryStorage):
-    """Takes a second argument of its own kind, with a default, as classes do that SGLang makes itself."""
+    """Takes a second argument with a default, as the classes that SGLang itself makes."""
 
     def __init__(self, storage_config: Any, file_path: str = "unset") -> None:
         super().__init__(storage_config, {"directory": storage_config.extra_config["directory"]})

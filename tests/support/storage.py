@@ -1,4 +1,4 @@
-"""Blocks with known bytes, media to keep them, and what tests of storage backends do with both."""
+"""Blocks with known bytes, media to keep them, and helpers for tests of storage backends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from swiftkv.storage_options import parse_storage
 
 FINGERPRINT = b"weights-of-tests"
 BLOCK_BYTES = 5000
-"""Not a whole number of anything."""
+"""A size that is not a whole number of pages or sectors."""
 TIMEOUT_S = 60.0
-"""Nothing here should take as long."""
+"""A time that nothing here should take."""
 
 
 def key_of(number: int) -> bytes:
@@ -36,7 +36,7 @@ def block_of(key: bytes, num_bytes: int = BLOCK_BYTES) -> bytes:
 
 
 def soon() -> float:
-    """Return a deadline that nothing here should meet."""
+    """Return a deadline that nothing here should reach."""
     return time.monotonic() + TIMEOUT_S
 
 
@@ -48,14 +48,14 @@ def put(backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_B
 def get(
     backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_BYTES
 ) -> tuple[list[Status], list[bytes]]:
-    """Get blocks into buffers that were full of something else."""
+    """Get blocks into buffers with other contents, and return the statuses and the buffers."""
     into = [bytearray(b"\xa5" * num_bytes) for _ in keys]
     statuses = backend.get(keys, [memoryview(buffer) for buffer in into], soon())
     return statuses, [bytes(buffer) for buffer in into]
 
 
 def check_got(backend: StorageBackend, keys: Sequence[bytes], num_bytes: int = BLOCK_BYTES) -> list[Status]:
-    """Get blocks; whatever is OK has the right bytes. Return the statuses."""
+    """Get blocks, check the bytes of those that are OK, and return the statuses."""
     statuses, blocks = get(backend, keys, num_bytes)
     for key, status, block in zip(keys, statuses, blocks, strict=True):
         assert status is not Status.OK or block == block_of(key, num_bytes)
@@ -96,7 +96,7 @@ def opened(raw: dict[str, object], fingerprint: bytes = FINGERPRINT) -> Iterator
 
 
 class Owner:
-    """The part of an engine that threads wake."""
+    """The part of an engine that other threads wake."""
 
     def __init__(self) -> None:
         self._woken = threading.Condition()
@@ -114,7 +114,7 @@ class Owner:
 
 
 class MemoryMedium:
-    """A medium of a user's: a dictionary, shared by all that give it the same name."""
+    """A medium as a user might write one: a dictionary, shared by all media of the same name."""
 
     shared: ClassVar[dict[str, dict[bytes, bytes]]] = {}
 
@@ -166,7 +166,7 @@ class MemoryMedium:
 
 
 class Clock:
-    """A time that passes only when a test says so. Also in the place of the module `time`."""
+    """A clock that only the test advances; it can also replace the module `time`."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -179,7 +179,7 @@ class Clock:
 
 
 class GatedMedium(MemoryMedium):
-    """A medium that notes what it is to read, and answers as many calls as the test lets it."""
+    """A medium that notes the keys of its reads, and answers only as many calls as the test permits."""
 
     def __init__(self) -> None:
         super().__init__(name=str(id(self)))
@@ -193,17 +193,17 @@ class GatedMedium(MemoryMedium):
         return super().read(keys, into, deadline_s)
 
     def wait(self) -> None:
-        """Tell that a call is there, and wait until it may be answered."""
+        """Announce a call, and wait until it may be answered."""
         self.is_asked.set()
         assert self._may_answer.acquire(timeout=TIMEOUT_S)
 
     def let_answer(self, num_calls: int = 1000) -> None:
-        """Let so many calls be answered, those that wait and those to come."""
+        """Permit `num_calls` answers, to waiting and later calls."""
         self._may_answer.release(num_calls)
 
 
 class StuckMedium(MemoryMedium):
-    """A medium whose reads do not come back while a test keeps them, not even when it is closed."""
+    """A medium whose reads do not return while a test holds them, not even when the medium is closed."""
 
     is_asked: ClassVar[threading.Event] = threading.Event()
     may_read: ClassVar[threading.Event] = threading.Event()
@@ -211,7 +211,7 @@ class StuckMedium(MemoryMedium):
     @classmethod
     @contextmanager
     def stuck(cls) -> Iterator[None]:
-        """Keep reads until the end of the block."""
+        """Hold reads until the end of the block."""
         cls.is_asked.clear()
         cls.may_read.clear()
         try:
@@ -229,7 +229,7 @@ StuckMedium.may_read.set()
 
 
 def dynamic_options(medium: type[MemoryMedium], **options: str) -> dict[str, object]:
-    """Return the options of a backend `dynamic` that opens a medium of tests."""
+    """Return the options of a backend `dynamic` that opens a medium of these tests."""
     names = {"module_path": medium.__module__, "class_name": medium.__name__}
     return {"backend": "dynamic", **names, "options": options}
 

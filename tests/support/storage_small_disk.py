@@ -1,4 +1,4 @@
-"""A program that fills the file backend on a file system of a few MiB. To be run in a mount namespace of its own."""
+"""Fill the file backend on a file system of a few MiB; to be run in a mount namespace of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_floor(cache: Path) -> None:
 
 
 def _check_full(cache: Path) -> None:
-    """Without a floor the cache keeps what it has; nothing fails, and nothing that is there is wrong."""
+    """Check that without a floor a full cache keeps its blocks, that no call fails and that no block is wrong."""
     with opened(raw_options(cache, "1GiB")) as backend:
         assert _fill(backend) <= {Status.OK, Status.MISSING}
         found = check_got(backend, [key_of(i) for i in range(_NUM_BLOCKS)], _BLOCK)

@@ -1,4 +1,4 @@
-"""Processes that use one directory of the file backend until somebody kills them."""
+"""Processes that use one directory of the file backend until they are killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.storage import block_of, check_got, key_of, opened, soon
 
 NUM_KEYS = 200
 SIZES = (100, 4000, 20_000, 70_000)
-"""Bytes of a block; which one belongs to a key is `size_of`."""
+"""The sizes of blocks, in bytes; `size_of` says which one a key has."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
@@ -46,7 +46,7 @@ def event() -> Event:
 
 
 def write_for_ever(raw: dict[str, object], seed: int, has_begun: Event) -> None:
-    """Put, get and drop blocks at random; the bytes of what is got are checked. Ends if they are wrong."""
+    """Put, get and drop blocks at random, and check the bytes of each get. Ends if they are wrong."""
     rng = random.Random(seed)
     with opened(raw) as backend:
         has_begun.set()
@@ -61,7 +61,7 @@ def write_for_ever(raw: dict[str, object], seed: int, has_begun: Event) -> None:
 
 
 def write_some(raw: dict[str, object], seed: int, rounds: int, has_begun: Event) -> None:
-    """Put and get blocks at random, some rounds; exits with 0 if all was well."""
+    """Put and get blocks at random for `rounds` rounds; exits with 0 if nothing was wrong."""
     rng = random.Random(seed)
     with opened(raw) as backend:
         has_begun.set()
@@ -86,7 +86,7 @@ def put_beyond_a_limit(raw: dict[str, object], limit_bytes: int) -> None:
 
 
 def kill_after(process: ForkServerProcess, seconds: float) -> None:
-    """Kill a process some time from now, which must not have ended by itself."""
+    """Kill a process after `seconds`; it must not have ended by itself."""
     process.join(timeout=seconds)
     assert process.exitcode is None, f"the writer ended with {process.exitcode}"
     process.kill()
@@ -104,5 +104,5 @@ def files_in(directory: Path) -> dict[bytes, int]:
 
 
 def wait_for(happened: Event) -> None:
-    """Wait for an event of another process."""
+    """Wait for an event that another process sets."""
     assert happened.wait(60.0)

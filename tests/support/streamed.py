@@ -54,11 +54,11 @@ class HandMadePlan:
 
 @dataclass(slots=True)
 class Littering:
-    """Between the layers, what is in a buffer that nobody needs any more turns into garbage."""
+    """A layer stream that turns a buffer's contents into garbage once they are no longer needed."""
 
     inner: KVStream
     transport: Transport
-    buffers: list[Tensor]  # per stream buffer: its slots, uint8
+    buffers: list[Tensor]  # the places of each stream buffer, uint8
 
     def before_write(self, layer: int) -> None:
         self.inner.before_write(layer)
@@ -73,7 +73,7 @@ class Littering:
 
 
 class StreamedRunner(PagedRunner):
-    """Our pool holds `num_blocks` blocks and then the slots of the stream buffers. All of it begins as garbage."""
+    """A runner whose pool holds `num_blocks` blocks and then the places of the stream buffers, all garbage at first."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class StreamedRunner(PagedRunner):
         litter: bool,
         seed: int,
     ) -> None:
-        """`peers` are the pools behind links 0, 1, ..., as they are mapped here; their first 48 bytes stay unused."""
+        """`peers` are the pools of links 0, 1, ..., as they are mapped here; their first 48 bytes stay unused."""
         super().__init__(decoder)
         (self.group,) = decoder.kv_groups
         self.pool = own.tensor
@@ -140,7 +140,7 @@ class StreamedRunner(PagedRunner):
         yield Littering(stream, self._transport, self._buffers) if self._litter else stream
 
     def _plan_moves(self, plan: HandMadePlan) -> list[Place]:
-        """Some blocks leave our pool and some come back, possibly to where others were; what they left behind."""
+        """Have blocks leave our pool and others come back, also into freed places; return the peers' places left."""
         vacated: list[Place] = []
         written = self._written_blocks()
         for name, index in self._random.sample(written, len(written)):
