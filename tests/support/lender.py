@@ -27,7 +27,7 @@ def pool_of(num_bytes: int) -> Pool:
 
 
 def mapped_inodes(pid: int) -> set[int]:
-    """Return the inodes of the nameless memory that a process maps. Files may have the same numbers on other devices."""
+    """Return the inodes of the nameless memory that a process maps, without files, whose numbers could be equal."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {int(line.split()[4]) for line in lines if "/memfd:" in line}
 
