@@ -43,7 +43,7 @@ def shortened(arrival: Arrival, factor: int) -> Arrival:
 def serve(
     policy: SchedulingPolicy, arrivals: Sequence[Arrival], args: argparse.Namespace, num_clients: int | None = None
 ) -> Outcome:
-    """Serve requests as they arrive, or as `clients` send them, each its next one after an answer."""
+    """Serve requests as they arrive, or as `num_clients` clients send them, each its next one after an answer."""
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, args.pool_tokens // args.block_size)],
         block_size=args.block_size,
