@@ -267,7 +267,8 @@ class _Followers:
             return
         if code == EXIT_GAVE_UP:  # on another rank, which rank 0 waits for, too
             return
-        self._end(*((code, None) if code in (EXIT_LOAD_FAILED, EXIT_NO_ROOM) else (1, f"rank {rank} {how_it_ended(code)}")))
+        has_said_why = code in (EXIT_LOAD_FAILED, EXIT_NO_ROOM)
+        self._end(*((code, None) if has_said_why else (1, f"rank {rank} {how_it_ended(code)}")))
 
     def _end(self, code: int, why: str | None) -> NoReturn:
         """End this process and the other ranks, even stopped ones; `why` is None if the reason is printed already."""
