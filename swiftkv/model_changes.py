@@ -98,6 +98,7 @@ class RunningModels:
         """
         async with self._one_at_a_time():
             handle = self._table.get(name)
+            name = handle.name
             if len(self._table.names) == 1:
                 raise ApiError(409, f"'{name}' is the only model of this node", param="model", code="only_model")
             state = handle.client.state
@@ -119,7 +120,9 @@ class RunningModels:
                 not serve or has requests in flight for too long, and while models change; 503 if it does not load.
         """
         async with self._one_at_a_time():
-            handle, member = self._table.get(name), self._fleet.members[name]
+            handle = self._table.get(name)
+            name = handle.name
+            member = self._fleet.members[name]
             try:
                 [renewed] = await asyncio.to_thread(self._renewed, member)
             except (SwiftkvError, OSError) as error:

@@ -112,6 +112,7 @@ class EngineSupervisor:
         try:
             await asyncio.wait({ready, life}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
+                self._config = msgspec.structs.replace(self._config, has_served=True)
                 return ready.result()
         finally:
             ready.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from swiftkv._core import Scheduler
 from swiftkv.engine.messages import AttachStorage, DetachStorage, EngineConfig, StorageChanged
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_storage
-from swiftkv.errors import SwiftkvError
+from swiftkv.errors import ConfigError, SwiftkvError
 from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
 from swiftkv.wakeup import Wakeup
 
@@ -23,6 +24,9 @@ _FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError
 """The errors that a backend, which may be a user's class, may raise."""
 _READ_PATIENCE_S = 2.0
 _LEAVING_POLL_MS = 100
+_OPEN_AGAIN_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class AttachableTier(Tier):
@@ -34,7 +38,11 @@ class AttachableTier(Tier):
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
-        """Open the storage that the configuration names. Raises `ConfigError` or `OSError` if that cannot be done."""
+        """Open the storage that the configuration names.
+
+        Raises `ConfigError` or `OSError` if that cannot be done. An engine that has served before serves without it,
+        and tries again from time to time.
+        """
         self.wakeup = Wakeup()
         """Wakes the engine when there may be something to do."""
         self._config = config
@@ -50,16 +58,27 @@ class AttachableTier(Tier):
         self._stuck: list[StorageTier] = []  # closed, but a read has not returned
         self._past: TierStats | None = None  # the totals of storage that was detached
         self._answers: list[StorageChanged] = []
+        self._open_again_s: float | None = None  # monotonic: when to try once more
         if config.storage is not None:
-            self._tier = self._tier_of(self._opener(config.storage)())
+            try:
+                self._tier = self._tier_of(self._opener(config.storage)())
+            except (ConfigError, OSError) as error:
+                if not config.has_served:
+                    raise
+                self._try_later(error)
 
     def attach(self, message: AttachStorage) -> None:
         """Begin to open storage; `take_answers` returns the outcome."""
         if self._begins(message.change_id, has_storage=False):
+            self._open_again_s = None
             self._opening = _Work("storage opening", self._opener(message.storage), self.wakeup.wake)
 
     def detach(self, message: DetachStorage) -> None:
         """Do without storage from now on; `take_answers` returns an answer once it is closed."""
+        if self._open_again_s is not None:  # it was to be opened again
+            self._open_again_s = None
+            self._answers.append(StorageChanged(message.change_id, None))
+            return
         if self._begins(message.change_id, has_storage=True):
             assert isinstance(self._tier, StorageTier)
             self._tier.leave()
@@ -93,14 +112,23 @@ class AttachableTier(Tier):
     def longest_rest_ms(self, limit_ms: int) -> int:
         if self._leaving is not None:
             return min(limit_ms, _LEAVING_POLL_MS)
+        if self._open_again_s is not None:
+            limit_ms = min(limit_ms, max(0, int(1000 * (self._open_again_s - time.monotonic()))))
         return self._tier.longest_rest_ms(limit_ms)
 
     def stats(self) -> TierStats | None:
         """Return totals of all storage there ever was; `None` if there never was any."""
         stats = (self._leaving or self._tier).stats()
+        if self._waits_for_storage:
+            stats = TierStats(is_degraded=True)
         if self._past is None:
             return stats
         return (stats or TierStats()).after(self._past)
+
+    @property
+    def _waits_for_storage(self) -> bool:
+        """Whether the storage of the configuration could not be opened yet."""
+        return self._open_again_s is not None or (self._opening is not None and self._change_id is None)
 
     def has_news(self) -> bool:
         return self._tier.has_news()
@@ -113,7 +141,7 @@ class AttachableTier(Tier):
     def _begins(self, change_id: int, *, has_storage: bool) -> bool:
         """Begin a change and return whether it can be made; if not, answer it."""
         why_not = None
-        if self._change_id is not None:
+        if self._change_id is not None or self._opening is not None:
             why_not = "storage is just being attached or detached"
         elif has_storage != isinstance(self._tier, StorageTier):
             why_not = "no storage is attached" if has_storage else "storage is attached; detach it first"
@@ -133,9 +161,24 @@ class AttachableTier(Tier):
             self._opening = None
             if opened is not None:
                 self._tier = self._tier_of(opened)
-            self._end_change(None if opened is not None else str(error or "it failed; standard error has the reason"))
+            if self._change_id is not None:
+                self._end_change(
+                    None if opened is not None else str(error or "it failed; standard error has the reason")
+                )
+            elif opened is None:
+                self._try_later(error)
+            else:
+                logger.warning("storage can be used again")
+        if self._open_again_s is not None and time.monotonic() >= self._open_again_s:
+            assert self._config.storage is not None
+            self._open_again_s = None
+            self._opening = _Work("storage opening", self._opener(self._config.storage), self.wakeup.wake)
         if self._leaving is not None:
             self._leave(self._leaving)
+
+    def _try_later(self, error: Exception | None) -> None:
+        logger.warning("storage cannot be used, and is tried again every %g s: %s", _OPEN_AGAIN_S, error or "see above")
+        self._open_again_s = time.monotonic() + _OPEN_AGAIN_S
 
     def _leave(self, leaving: StorageTier) -> None:
         """Close storage once it reads nothing, or a call does not return in time; closing ends most such calls."""

@@ -119,6 +119,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int = 0  # the number of this process among them; the gateway knows only rank 0
     watchdog_s: float = 120.0  # an engine without progress for so long is ended; waits within a step have to be shorter
     ranks_directory: str = ""  # where ranks find each other; rank 0 makes it, with mode 0700
+    has_served: bool = False  # as an earlier process, so its storage could be opened then
     step_time_s: list[float] = []  # the costs of STEP_TIME_TERMS as an earlier engine learnt them; empty: not known
     incarnation: int = 0  # random, repeated in `Ready`: tells this start of the engine from others
     share: ShareSpec | None = None  # None: the operating system alone divides the cores

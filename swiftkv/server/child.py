@@ -78,16 +78,18 @@ class Child:
                 raise ApiError(
                     503, "the machine is too busy for this at the moment", code="busy", retry_after_s=_BUSY_RETRY_S
                 ) from None
-            except (asyncio.IncompleteReadError, ConnectionError):
+            except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop's for a pipe that is closed
                 process = self._process
                 assert process is not None
-                ended = how_it_ended(await process.wait())
-                self._process = None
-                raise ChildEndedError(ended) from None
+                await self._end_process()
+                assert process.returncode is not None
+                raise ChildEndedError(how_it_ended(process.returncode)) from None
 
     async def _exchange(self, message: bytes) -> bytes:
         """Return the process's answer. Raises `IncompleteReadError` or `ConnectionError` if the process ends."""
-        process = self._process or await self._start_process()
+        process = self._process
+        if process is None or process.returncode is not None:  # it may have been killed while it had nothing to do
+            process = await self._start_process()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(len(message).to_bytes(_HEADER_BYTES, "little") + message)

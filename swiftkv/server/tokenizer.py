@@ -88,7 +88,7 @@ class Tokenizer:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:
             raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path}: the tokenizer has no fast form; add a tokenizer.json to the directory")

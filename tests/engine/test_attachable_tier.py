@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from swiftkv.engine import attachable_tier
 from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.tier.messages import TierSpec, TierStats
@@ -45,8 +46,10 @@ def right(checkpoint: Path) -> dict[int, list[int]]:
 
 
 @contextmanager
-def engine(checkpoint: Path) -> Iterator[EngineThread[ModelRunner]]:
-    client = EngineThread(checkpoint, ModelRunner, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128)
+def engine(checkpoint: Path, **options: object) -> Iterator[EngineThread[ModelRunner]]:
+    client = EngineThread(
+        checkpoint, ModelRunner, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, **options
+    )
     with client.running():
         yield client
 
@@ -224,3 +227,48 @@ def test_changes_that_cannot_be_made_are_refused_and_change_nothing(checkpoint: 
         attach(client, file_storage(tmp_path / "kv"))
         assert outcome(client) == "storage is attached; detach it first"
         assert tier(client).backend == "dynamic"
+
+
+@pytest.fixture
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, TierSpec]:
+    """Return a directory that cannot be used, and storage in it; engines try every 50 ms whether it can."""
+    monkeypatch.setattr(attachable_tier, "_OPEN_AGAIN_S", 0.05)
+    directory = tmp_path / "kv"
+    directory.mkdir(mode=0o755)
+    return directory, TierSpec(file_storage(directory), "/", prefetch_policy="wait_complete", prefetch_threshold=BLOCK)
+
+
+def test_storage_that_cannot_be_used_at_a_restart_is_used_once_it_can(
+    checkpoint: Path, right: dict[int, list[int]], closed: tuple[Path, TierSpec]
+) -> None:
+    """A full disk must not keep an engine down that has served."""
+    directory, spec = closed
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+        assert client.generate([prompt(0)])[0].token_ids == right[0]
+        assert tier(client).is_degraded
+        assert tier(client).backend is None
+        directory.chmod(0o700)
+        while tier(client).backend != "file":
+            client.take_one()
+        assert not tier(client).is_degraded
+        assert client.generate([prompt(1)])[0].token_ids == right[1]
+
+
+def test_storage_that_is_waited_for_can_be_detached_or_replaced(
+    checkpoint: Path, tmp_path: Path, closed: tuple[Path, TierSpec]
+) -> None:
+    directory, spec = closed
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+        while outcome_of(client, detach) == "storage is just being attached or detached":
+            pass
+        attach(client, file_storage(tmp_path / "other"))
+        assert outcome(client) is None
+        directory.chmod(0o700)
+        assert tier(client).backend == "file"
+        detach(client)
+        assert outcome(client) is None
+
+
+def outcome_of(client: EngineThread[ModelRunner], change: Callable[[EngineThread[ModelRunner]], None]) -> str | None:
+    change(client)
+    return outcome(client)

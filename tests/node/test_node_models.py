@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,6 +183,32 @@ def test_a_model_that_does_not_load_leaves_the_node_as_it_was(
     assert traces(node) == before
     assert_alone(node)
     assert complete(node, "steady").status_code == 200
+
+
+def test_a_model_goes_by_its_other_name(node: NodeProcess, checkpoint: Path) -> None:
+    [section] = small_models(checkpoint, "guest")
+    assert add(node, section | {"served_model_name": "gpt-4"}).status_code == 201
+    assert admin(node, "POST", "models/gpt-4/reload").status_code == 200
+    assert get(node, "/models/guest/ready").status_code == 200
+    assert admin(node, "DELETE", "models/gpt-4").status_code == 200
+    assert_alone(node)
+
+
+def test_a_tokenizer_that_cannot_be_read_leaves_the_node_as_it_was(
+    node: NodeProcess, tmp_path: Path, checkpoint: Path
+) -> None:
+    """A file of a newer version, for instance, is a plain Exception of the library."""
+    before = traces(node)
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"] = {"type": "BPE", "vocab": 3}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    [section] = small_models(tmp_path, "guest")
+    refused = add(node, section)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "load_failed")
+    assert "no usable tokenizer" in refused.json()["error"]["message"]
+    assert traces(node) == before
+    assert_alone(node)
 
 
 def test_the_only_model_stays(node: NodeProcess) -> None:

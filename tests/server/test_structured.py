@@ -6,17 +6,19 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import psutil
 import pytest
+import uvloop
 from echo_gateway import Gateway
 
 from swiftkv.grammars import GrammarSource, library_form
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import AskedGrammar, GrammarChecker
+from tests.support.node_process import DEADLINE_S
 from tests.support.schemas import DEEP, HOSTILE, SCHEMAS
 
 COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 1}
@@ -155,6 +157,27 @@ def test_a_grammar_that_ends_its_process_is_refused_for_good(loop: asyncio.Abstr
     others: set[int] = set()
     others = {child.pid for child in processes()}
     loop.run_until_complete(run())
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def run() -> None:
+        checker = GrammarChecker()
+        before = {child.pid for child in psutil.Process().children()}
+        assert await checker.check(asked("regex", "a"))
+        [process] = [child for child in psutil.Process().children() if child.pid not in before]
+        for pattern in ("b", "c"):
+            process.kill()
+            await asyncio.get_running_loop().run_in_executor(None, process.wait, DEADLINE_S)
+            assert await checker.check(asked("regex", pattern))
+            [process] = [child for child in psutil.Process().children() if child.pid not in before]
+        await checker.close()
+
+    loop = new_loop()
+    loop.run_until_complete(run())
+    loop.close()
 
 
 def test_too_many_grammars_at_once_are_refused(loop: asyncio.AbstractEventLoop) -> None:
