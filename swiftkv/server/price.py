@@ -173,13 +173,12 @@ def check_detokenize(num_ids: int, max_model_len: int) -> None:
     _check(num_ids, limit, "tokens", f"token ids (this model takes {max_model_len} tokens)", status=413)
 
 
-def check_pooled(field: str, num_tokens: Sequence[int], numbers_each: int, max_model_len: int) -> None:
-    """Check texts for embeddings or scores, for each of which an engine computes `numbers_each` numbers.
+def check_text_lengths(field: str, num_tokens: Sequence[int], max_model_len: int) -> None:
+    """Check the lengths of the texts that `field` has, in the order in which they were sent.
 
     Raises:
-        ApiError: 400 that names the field to make smaller.
+        ApiError: 400 that names the field and the longest text.
     """
-    _check(len(num_tokens), LIMITS.texts, field, "texts")
     longest = max(num_tokens)
     if longest >= max_model_len:
         message = (
@@ -187,6 +186,14 @@ def check_pooled(field: str, num_tokens: Sequence[int], numbers_each: int, max_m
             "are taken by this model"
         )
         raise ApiError(400, message, param=field, code="context_length_exceeded")
+
+
+def check_pooled(field: str, num_tokens: Sequence[int], numbers_each: int) -> None:
+    """Check texts for embeddings or scores, for each of which an engine computes `numbers_each` numbers.
+
+    Raises:
+        ApiError: 400 that names the field to make smaller.
+    """
     _check(sum(num_tokens), LIMITS.sequence_tokens, field, "tokens in all texts together")
     _check(len(num_tokens) * numbers_each, LIMITS.embedding_numbers, field, "numbers (texts x dimensions)")
 

@@ -16,6 +16,7 @@ from echo_gateway import MAX_MODEL_LEN, Gateway, start_gateway
 from swiftkv.errors import CheckpointError
 from swiftkv.models.pooling import EmbeddingRecipe, ScoreRecipe
 from swiftkv.server.pooling.template import ScoreTemplate
+from swiftkv.server.price import LIMITS
 from swiftkv.server.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tokenizer
 from tests.support.pooling import CARD_INSTRUCTION, CARD_PREFIX, CARD_SUFFIX, card_prompt, make_reranker_tokenizer
@@ -171,6 +172,48 @@ def test_a_model_that_embeds_compares(comparing_gateway: Gateway, tokenizer: Tok
     assert [item["score"] for item in cut["data"]] == pytest.approx(cosines, abs=1e-6)
     refused = post(comparing_gateway, "/v1/score", text_1="a", text_2="b", instruction="find animals")
     assert refused.json()["error"]["param"] == "instruction"
+
+
+LONG = "b " * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "reason"),
+    [
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "query", "comes to no tokens"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "comes to no tokens"),
+        ("/v1/score", {"text_1": "", "text_2": "b"}, "text_1", "comes to no tokens"),
+        ("/v1/rerank", {"query": LONG, "documents": ["a"]}, "query", "text 0 comes to"),
+        ("/v1/rerank", {"query": "a", "documents": ["a", "b", "b", LONG]}, "documents", "text 3 comes to"),
+        ("/v1/score", {"queries": ["a", LONG], "items": ["b", "c"]}, "queries", "text 1 comes to"),
+    ],
+)
+def test_a_model_that_embeds_names_the_field_and_the_text(
+    comparing_gateway: Gateway, path: str, body: dict[str, Any], param: str, reason: str
+) -> None:
+    error = post(comparing_gateway, path, **body).json()["error"]
+    assert (error["param"], reason in error["message"]) == (param, True), error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "text"),
+    [
+        ("/v1/rerank", {"query": LONG, "documents": ["a", "b"]}, "query", 0),
+        ("/v1/rerank", {"query": "a", "documents": ["b", LONG]}, "documents", 1),
+        ("/v1/score", {"data_1": ["a", LONG], "data_2": ["b", "c"]}, "data_1", 1),
+    ],
+)
+def test_a_model_that_scores_names_the_longer_text_of_a_pair(
+    scoring_gateway: Gateway, path: str, body: dict[str, Any], param: str, text: int
+) -> None:
+    error = post(scoring_gateway, path, **body).json()["error"]
+    assert (error["param"], f"text {text} comes to" in error["message"]) == (param, True), error
+
+
+def test_a_query_and_the_most_documents(comparing_gateway: Gateway) -> None:
+    documents = [f"document {i}" for i in range(LIMITS.texts)]
+    answer = post(comparing_gateway, "/v1/rerank", query=QUERY, documents=documents, top_n=1)
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, Tag
@@ -61,6 +62,18 @@ class EmbeddingBody(PooledBody, TruncationFields):
         return each_prompt(self.input)
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The texts on one side of the pairs to score, and the name of the field that has them."""
+
+    field: str
+    texts: list[str]
+
+
+Sides = tuple[Side, Side]
+"""The sides of the pairs: one text on the left goes with each on the right, or as many go with as many."""
+
+
 class ScoringBody(PooledBody, TruncationFields):
     """The fields that requests for scores have, whichever way they give their texts."""
 
@@ -79,8 +92,8 @@ class ScoreBody(ScoringBody):
     data_1: OneOrMany | None = None
     data_2: OneOrMany | None = Field(None, description="With `data_1`")
 
-    def pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of texts to score.
+    def sides(self) -> Sides:
+        """Return both sides of the pairs to score.
 
         Raises:
             ApiError: 400 unless one pair of fields is given, with texts that make pairs.
@@ -89,13 +102,14 @@ class ScoreBody(ScoringBody):
         named = next((pair for pair in _PAIRS if given == set(pair)), None)
         if named is None:
             raise ApiError(400, "give fields 'text_1' and 'text_2', or 'queries' and 'documents'", param="text_1")
-        left, right = (_listed(getattr(self, name)) for name in named)
-        if len(left) == 1:
-            left *= len(right)
-        if len(left) != len(right):
-            message = f"field '{named[0]}' has {len(left)} texts, and '{named[1]}' {len(right)}: give one, or as many"
-            raise ApiError(400, message, param=named[0])
-        return list(zip(left, right, strict=True))
+        left, right = (Side(name, _listed(getattr(self, name))) for name in named)
+        num_left, num_right = len(left.texts), len(right.texts)
+        if num_left not in (1, num_right):
+            message = (
+                f"field '{left.field}' has {num_left} texts, and '{right.field}' {num_right}: give one, or as many"
+            )
+            raise ApiError(400, message, param=left.field)
+        return left, right
 
 
 class DocumentText(Body):
@@ -116,9 +130,10 @@ class RerankBody(ScoringBody):
     max_chunks_per_doc: Annotated[None, Unsupported()] = None
     rank_fields: Annotated[None, Unsupported(["text"])] = None
 
-    @property
-    def texts(self) -> list[str]:
-        return [document if isinstance(document, str) else document.text for document in self.documents]
+    def sides(self) -> Sides:
+        """Return the query, which goes with each document."""
+        texts = [document if isinstance(document, str) else document.text for document in self.documents]
+        return Side("query", [self.query]), Side("documents", texts)
 
 
 def _listed(texts: str | list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from swiftkv.server.models import ModelHandle
 from swiftkv.server.pooling.bodies import EmbeddingBody
 from swiftkv.server.pooling.objects import Embedding, EmbeddingList
 from swiftkv.server.pooling.pool import Pooled, pool, unit_length
-from swiftkv.server.price import check_pooled
+from swiftkv.server.price import check_pooled, check_text_lengths
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.sampling import prompt_bytes
 from swiftkv.server.truncation import Truncation, TruncationFields, asked_truncation
@@ -108,7 +108,9 @@ def _prompts(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody) -
         cut=cut,
     )
     numbers_each = body.dimensions or recipe.width
-    check_pooled("input", [len(prompt) for prompt in prompts], numbers_each, model.max_model_len)
+    num_tokens = [len(prompt) for prompt in prompts]
+    check_text_lengths("input", num_tokens, model.max_model_len)
+    check_pooled("input", num_tokens, numbers_each)
     return [prompt_bytes(model, prompt, "input") for prompt in prompts]
 
 
