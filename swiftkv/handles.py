@@ -40,6 +40,7 @@ def load_handles(
                 ModelHandle(
                     name=plan.name,
                     root=plan.checkpoint.public_name,
+                    model_dir=directory,
                     further_names=model.names[1:],
                     max_model_len=plan.max_model_len,
                     vocab_size=plan.vocab_size,

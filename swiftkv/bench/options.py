@@ -41,7 +41,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--endpoint", help="default: /v1/completions, or /v1/chat/completions for openai-chat")
     add("--model", help="default: the first one that the server lists")
     add("--served-model-name", help="the model's name on the server, where --model names the tokenizer")
-    add("--tokenizer", help="directory or hub id; default: where the server says its model is")
+    add(
+        "--tokenizer",
+        help="directory or hub id; default: where the server, or a swiftkv node's /admin, says its model is",
+    )
     add("--skip-tokenizer-init", action="store_true", help="send random token ids below --vocab-size in place of texts")
     add("--vocab-size", type=int, default=4096, help="with --skip-tokenizer-init")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="OPENAI_API_KEY is sent where it is set")

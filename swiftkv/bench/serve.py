@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, AdminError, request_admin
 from swiftkv.bench import datasets, report
 from swiftkv.bench.client import Answer, Messages, Target, send
 from swiftkv.bench.datasets import Conversation, DatasetError, Prompt, Tokens
@@ -33,6 +34,7 @@ from swiftkv.bench.options import (
     parse_metrics,
     parse_percentiles,
 )
+from swiftkv.node_config import is_loopback
 
 _TIMEOUT_S = 6 * 60 * 60
 _PER_REQUEST = ("input_lens", "output_lens", "cached_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
@@ -59,8 +61,8 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--max-concurrency must be at least 1")
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
-        target, root = await _find_target(client, args)
-        conversations, tokenizer_id = load_conversations(args, root)
+        target, place = await _find_target(client, args)
+        conversations, tokenizer_id = load_conversations(args, place)
         await _wait_until_ready(client, target, conversations[0], args.ready_check_timeout_sec)
         for _ in range(args.num_warmups):
             await send(client, target, conversations[0][0].prompt, conversations[0][0].output_len)
@@ -86,13 +88,13 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def load_conversations(args: argparse.Namespace, root: str | None) -> tuple[list[Conversation], str | None]:
-    """Return the dataset that `args` names, and its tokenizer; `root` is where the server has its model."""
+def load_conversations(args: argparse.Namespace, place: str | None) -> tuple[list[Conversation], str | None]:
+    """Return the dataset that `args` names, and its tokenizer; `place` is where the server has its model."""
     name, rng, count = args.dataset_name, np.random.default_rng(args.seed), args.num_prompts
     is_chat = args.backend == "openai-chat"
     sends_text = name == "custom" and (is_chat or args.skip_chat_template)
     tokenizer_id = (
-        None if args.skip_tokenizer_init or sends_text else args.tokenizer or _place_of_tokenizer(root or args.model)
+        None if args.skip_tokenizer_init or sends_text else args.tokenizer or _place_of_tokenizer(place, args.model)
     )
     tokenizer = _load_tokenizer(tokenizer_id)
     if name in ("sharegpt", "custom"):
@@ -252,7 +254,8 @@ async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> t
         extra["return_token_ids"] = True
     if args.logprobs is not None:
         extra |= {"logprobs": True, "top_logprobs": args.logprobs} if is_chat else {"logprobs": args.logprobs}
-    return Target(f"{base_url}{endpoint}", model, is_chat, headers, extra | (args.extra_body or {})), served[model]
+    place = served[model] if _is_place(served[model]) else _directory_on_node(base_url, model) or served[model]
+    return Target(f"{base_url}{endpoint}", model, is_chat, headers, extra | (args.extra_body or {})), place
 
 
 async def _wait_until_ready(client: httpx.AsyncClient, target: Target, first: Conversation, timeout_s: float) -> None:
@@ -274,15 +277,37 @@ def _progress(total: int, *, hidden: bool) -> Iterator[Any]:
         yield lambda: progress.advance(task)
 
 
-def _place_of_tokenizer(place: str | None) -> str:
-    """Return `place`, as the server reports it, if it is a directory or hub id.
+def _directory_on_node(base_url: str, model: str) -> str | None:
+    """Return the directory of a model's files, if a node on this machine serves it and lets this user ask.
+
+    No other machine is asked: the directory would not be here, and the admin key is not for it.
+    """
+    url = httpx.URL(base_url)
+    if not is_loopback(url.host):
+        return None
+    try:
+        answer = request_admin("GET", str(url.join("/")), "models", DEFAULT_ADMIN_KEY_ENV)
+        found = next((files["directory"] for files in answer["models"] if model in files["names"]), None)
+    except (AdminError, KeyError, TypeError):
+        return None
+    return found if found is not None and Path(found).is_dir() else None
+
+
+def _is_place(text: str | None) -> bool:
+    """Return whether `text` is a directory or reads like a hub id.
 
     A mere name is not looked up at the hub: it may be another model there, and without a network that takes a minute.
     """
-    if place is None or ("/" not in place and not Path(place).is_dir()):
+    return text is not None and ("/" in text or Path(text).is_dir())
+
+
+def _place_of_tokenizer(told: str | None, model: str | None) -> str:
+    """Return where the server tells that its model is, or else `model` if that is a directory or hub id."""
+    place = next((text for text in (told, model) if text is not None and _is_place(text)), None)
+    if place is None:
         raise UsageError(
-            f"--tokenizer: the server does not tell where the files of {place!r} are; name their directory or hub id, "
-            "or use --skip-tokenizer-init"
+            f"--tokenizer: the server does not tell where the files of {told or model!r} are; name their directory or "
+            "hub id, or use --skip-tokenizer-init"
         )
     return place
 

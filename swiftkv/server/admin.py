@@ -17,7 +17,7 @@ from swiftkv.server.engine_state import EngineState
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
-from swiftkv.server.node_views import ModelChange, ModelStart, Sleeping, StorageOverview
+from swiftkv.server.node_views import ModelChange, ModelFiles, ModelFilesList, ModelStart, Sleeping, StorageOverview
 from swiftkv.server.overview import Overviews
 from swiftkv.server.parameters import DURATION_PATTERN, no_unknown_parameters
 from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
@@ -67,6 +67,12 @@ def admin_router(models: ModelTable, lending: NodeLending, changes: ModelChanges
 
 def _model_changes_router(models: ModelTable, changes: ModelChanges) -> APIRouter:
     router = APIRouter()
+
+    @router.get("/models", responses=documented("ModelFilesList"))
+    async def show_models() -> Response:
+        """Show where the files of every model are."""
+        files = [ModelFiles(model.name, list(model.names), str(model.model_dir)) for model in models.all()]
+        return json_response(ModelFilesList(files))
 
     @router.post(
         "/models", status_code=201, responses=documented("ModelChange", *BODY_ERRORS, 409, ok=201),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from swiftkv.models.pooling import EmbeddingRecipe
@@ -62,7 +63,7 @@ class ClientPolicy:
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model as the gateway knows it. `root` names its checkpoint; lengths and sizes are in tokens.
+    """A model as the gateway knows it. `root` names its checkpoint in public; lengths and sizes are in tokens.
 
     Clients may also ask for it by `further_names`; answers have `name`, as vLLM's have the first name. `threads`
     tokenize, decode and render templates, so that a busy model holds up no other. `grammars` is the node's only one,
@@ -71,6 +72,7 @@ class ModelHandle:
 
     name: str
     root: str
+    model_dir: Path
     max_model_len: int
     vocab_size: int
     tokenizer: Tokenizer

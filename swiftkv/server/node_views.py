@@ -113,6 +113,18 @@ class LendingOverview(Struct):
     models: list[ModelLending]
 
 
+class ModelFiles(Struct):
+    model: str
+    names: list[str]
+    """All names that clients may ask for the model by; its own is the first."""
+    directory: str
+    """The directory of its files on the node's machine."""
+
+
+class ModelFilesList(Struct):
+    models: list[ModelFiles]
+
+
 class ModelStart(Struct):
     """A model that is started because somebody asked; `state` is that of its engine."""
 

@@ -19,6 +19,7 @@ from swiftkv.server.node_views import (
     Health,
     LendingOverview,
     ModelChange,
+    ModelFilesList,
     ModelStart,
     NodeOverview,
     NotReady,
@@ -264,8 +265,8 @@ class Loads(Struct):
 DOCUMENTED = (
     Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, Tokenized, Detokenized,
     Health, Readiness, NotReady, Version, ErrorResponse, AnthropicError, LendingOverview, BudgetChange, PoolView,
-    NodeOverview, RenderedPrompt, Loads, ModelStart, ModelChange, Sleeping, StorageOverview, StorageChange,
-    CacheOverview, RequestMatch, CacheCleared, PinChange, StoredFile,
+    NodeOverview, RenderedPrompt, Loads, ModelFilesList, ModelStart, ModelChange, Sleeping, StorageOverview,
+    StorageChange, CacheOverview, RequestMatch, CacheCleared, PinChange, StoredFile,
     StoredFileList, FileDeleted, OfflineBatch, OfflineBatchList, EmbeddingList, ScoreList, Ranking,
 )  # fmt: skip
 

@@ -268,6 +268,15 @@ def test_a_server_that_does_not_tell_its_tokenizer(
     assert not server.bodies
 
 
+def test_the_model_names_the_tokenizer_of_a_server_that_does_not_tell(server: Server, tmp_path: Path) -> None:
+    directory, server.tokenizer_dir = server.tokenizer_dir, "chat"
+    assert directory is not None
+    flags = ["--model", directory, "--served-model-name", "chat", "--num-prompts", "1", "--output-len", "1"]
+    saving = ["--save-result", "--result-filename", str(tmp_path / "r.json")]
+    assert bench(server, *flags, *saving) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["tokenizer_id"] == directory
+
+
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

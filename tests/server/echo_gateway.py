@@ -231,6 +231,7 @@ def start_gateway(
     lending: bool = True,
     policy: ClientPolicy | None = None,
     state: Path | None = None,
+    model_dir: Path | None = None,
     storage_limits: StorageLimits | None = None,
     **habits: Any,
 ) -> tuple[Gateway, Callable[[], None]]:
@@ -305,7 +306,8 @@ def start_gateway(
         handles = {
             name: ModelHandle(
                 name,
-                f"/models/{name}",
+                name,
+                model_dir or directory,
                 max_model_len,
                 VOCAB_SIZE,
                 tokenizer,

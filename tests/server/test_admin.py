@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from echo_coordinator import (
 from echo_gateway import PATIENCE_S, Gateway, start_gateway
 from prometheus_client.parser import text_string_to_metric_families
 
+from swiftkv.bench.serve import main as run_bench
 from swiftkv.server import lending
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.tokenizer import Tokenizer
@@ -46,6 +48,23 @@ def lent_bytes(gateway: Gateway) -> int | None:
         models = {model["model"]: model for model in http.get("/admin/lending").json()["models"]}
     found: int | None = models["code"]["lent_bytes"]
     return found
+
+
+def test_a_benchmark_asks_where_the_tokenizer_is(
+    tmp_path: Path, tokenizer: Tokenizer, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, stop = start_gateway(tmp_path, tokenizer, model_dir=tokenizer_dir, further_names=("other",))
+    monkeypatch.setenv("SWIFTKV_ADMIN_KEY", gateway.admin_key)
+    flags = ["--model", "other", "--num-prompts", "2", "--input-len", "4", "--output-len", "2", "--disable-tqdm"]
+    saving = ["--save-result", "--result-filename", str(tmp_path / "result.json")]
+    try:
+        assert run_bench(["--base-url", gateway.url, *flags, *saving]) == 0
+        assert json.loads((tmp_path / "result.json").read_text())["tokenizer_id"] == str(tokenizer_dir)
+        with gateway.admin() as http:
+            names = [(model["model"], model["names"]) for model in http.get("/admin/models").json()["models"]]
+        assert names == [("chat", ["chat", "other"]), ("code", ["code", "other"])]
+    finally:
+        stop()
 
 
 @pytest.mark.parametrize(
