@@ -14,8 +14,17 @@ import typer
 from swiftkv.admin_key import find_admin_key
 from swiftkv.errors import ConfigError, SwiftkvError
 
+URL_VARIABLE = "SWIFTKV_URL"
+"""The environment variable with the node's URL, for all commands that ask a node."""
+
+
+def with_scheme(url: str) -> str:
+    """Return `url` as HTTP takes it: `127.0.0.1:8000` means `http://127.0.0.1:8000`."""
+    return url if "://" in url else f"http://{url}"
+
+
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
-Url = Annotated[str, typer.Option(help="Where the node listens.", envvar="SWIFTKV_URL")]
+Url = Annotated[str, typer.Option(help="Where the node listens.", envvar=URL_VARIABLE, callback=with_scheme)]
 AdminKeyEnv = Annotated[
     str,
     typer.Option(

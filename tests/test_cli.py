@@ -215,6 +215,17 @@ def test_status_of_no_node() -> None:
     assert result.stderr.startswith(f"swiftkv: no node answers at http://127.0.0.1:{port}: ")
 
 
+def test_a_url_may_lack_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    by_flag = run("status", "--url", address)
+    monkeypatch.setenv("SWIFTKV_URL", address)
+    for result in (by_flag, run("lending", "show")):
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"swiftkv: no node answers at http://{address}: "), result.stderr
+        assert "protocol" not in result.stderr
+
+
 def test_status_of_a_node_that_does_not_answer_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node listens from its first second on, and answers once it has loaded its tokenizers."""
     monkeypatch.setattr("swiftkv.cli._STATUS_TIMEOUT_S", 0.1)
