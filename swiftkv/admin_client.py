@@ -43,6 +43,11 @@ class AdminError(SwiftkvError):
     """A node that does not answer, or refuses a request."""
 
 
+def default_url() -> str:
+    """Return the URL of the node that commands ask unless they name another: the environment's, or this machine's."""
+    return with_scheme(os.environ.get(URL_VARIABLE) or DEFAULT_URL)
+
+
 def why_no_answer(url: str, error: Exception) -> str:
     """Return a line about a node that did not answer. One that is starting lets clients connect before it answers."""
     import httpx

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv import __version__
-from swiftkv.admin_client import DEFAULT_URL, EXIT_USAGE, Url, why_no_answer
+from swiftkv.admin_client import DEFAULT_URL, EXIT_USAGE, URL_VARIABLE, Url, default_url, why_no_answer
 from swiftkv.cache_command import cache_app
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.cli_watch import page, top
@@ -173,9 +173,13 @@ def simulate(
         ),
     ],
     step_time: Annotated[
-        str,
-        typer.Option(metavar="URL|FILE", help="Where the times of steps come from: a running node, or a file."),
-    ] = DEFAULT_URL,
+        str | None,
+        typer.Option(
+            metavar="URL|FILE",
+            help="Where the times of steps come from: a running node, or a file.",
+            show_default=f"{URL_VARIABLE}, or {DEFAULT_URL}",
+        ),
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Simulate only this model; may be repeated.")] = None,
     rate: Annotated[float, typer.Option(min=0.001, help="Send requests so many times as fast as in the trace.")] = 1.0,
     requests: Annotated[
@@ -222,7 +226,7 @@ def simulate(
         config = load_config(config_path, lending=False if no_lending else None)
         options = Options(
             traces=tuple(trace),
-            step_time=step_time,
+            step_time=step_time or default_url(),
             rate=rate,
             requests=requests,
             clients=clients,

@@ -215,6 +215,20 @@ def test_status_of_no_node() -> None:
     assert result.stderr.startswith(f"swiftkv: no node answers at http://127.0.0.1:{port}: ")
 
 
+def test_a_simulation_asks_the_environments_node(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("SWIFTKV_URL", url)
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}}}]")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1]}\n')
+    result = run("simulate", file, "--trace", trace)
+    assert result.exit_code == 2
+    assert f"--step-time: no node answers at {url}: " in result.stderr
+
+
 def test_a_url_may_lack_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 
+from swiftkv.admin_client import URL_VARIABLE
 from swiftkv.bench import report
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -35,9 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("server").add_argument
     add("--backend", choices=["openai", "openai-chat", "vllm"], default="openai", help="completions, or chat")
-    add("--base-url", help="instead of --host and --port")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000)
+    add("--base-url", help=f"instead of --host and --port; without any of the three: {URL_VARIABLE}")
+    add("--host", help="default: 127.0.0.1")
+    add("--port", type=int, help="default: 8000")
     add("--endpoint", help="default: /v1/completions, or /v1/chat/completions for openai-chat")
     add("--model", help="default: the first one that the server lists")
     add("--served-model-name", help="the model's name on the server, where --model names the tokenizer")

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, AdminError, request_admin
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, AdminError, default_url, request_admin, with_scheme
 from swiftkv.bench import datasets, report
 from swiftkv.bench.client import Answer, Messages, Target, send
 from swiftkv.bench.datasets import Conversation, DatasetError, Prompt, Tokens
@@ -228,9 +228,17 @@ def _after(asked: Prompt | Messages, answer: Answer, target: Target) -> list[Any
     return [*asked, *answer.token_ids]
 
 
+def _server_url(args: argparse.Namespace) -> str:
+    if args.base_url is not None:
+        return with_scheme(args.base_url)
+    if args.host is None and args.port is None:
+        return default_url()
+    return f"http://{args.host or '127.0.0.1'}:{args.port or 8000}"
+
+
 async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> tuple[Target, str | None]:
     """Return the target, and the directory or hub id of its model if the server reports it."""
-    base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
+    base_url = _server_url(args).rstrip("/").removesuffix("/v1")
     headers = dict(parse_key_value("--header", item) for item in args.header)
     if key := os.environ.get("OPENAI_API_KEY"):
         headers = {"Authorization": f"Bearer {key}"} | headers

@@ -277,6 +277,17 @@ def test_the_model_names_the_tokenizer_of_a_server_that_does_not_tell(server: Se
     assert json.loads((tmp_path / "r.json").read_text())["tokenizer_id"] == directory
 
 
+def test_the_environment_names_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTKV_URL", server.url.removeprefix("http://"))
+    flags = ["--num-prompts", "1", "--input-len", "2", "--output-len", "1", "--disable-tqdm"]
+    assert main(flags) == 0
+    assert len(server.bodies) == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert main([*flags, "--port", str(port)]) == 2
+    assert len(server.bodies) == 1
+
+
 def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
