@@ -246,6 +246,7 @@ class EngineClient:
         assert self.state is EngineState.ASLEEP
         self.status.wake_up()
         self._ready.clear()
+        self.load_meter.forget()
         self.load_meter.give_way(give_way_s)
         if self.engine is None:
             self._wanted.set()
@@ -278,6 +279,7 @@ class EngineClient:
         self.engine = self.stats = None
         self._outbox.reset()
         self._ready.clear()
+        self.load_meter.forget()
         self.status.went_down(why, state, retry_after_s)
         self.metrics.engine_went_down()
         self.storage.engine_gone(self.status.refusal(self.name))

@@ -23,6 +23,10 @@ class LoadMeter:
         """Note that a load begins, which gives way to other models for `patience_s` at most."""
         self._gives_way_until_s = time.monotonic() + patience_s
 
+    def forget(self) -> None:
+        """Note that the weights are gone: the next look at the page may be a while away."""
+        self._loaded_bytes = 0
+
     def observe(self, loaded_bytes: int) -> None:
         """Take over the loaded bytes from the page."""
         if loaded_bytes == 0 or loaded_bytes < self._loaded_bytes:

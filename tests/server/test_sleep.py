@@ -21,6 +21,8 @@ from swiftkv.errors import ConfigError
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.lending import LendingMember, NodeLending
+from swiftkv.server.load_meter import LoadMeter
+from swiftkv.server.node_views import Loading
 from swiftkv.server.sleep import Sleeper
 from swiftkv.server.tokenizer import Tokenizer
 from tests.support.node_process import wait_for
@@ -99,6 +101,35 @@ def test_a_model_that_wakes_says_whether_it_gives_way(own_gateway: Gateway, give
     wait_for("the model serves again", lambda: state(own_gateway, "code") is EngineState.READY)
     with own_gateway.http() as http:
         assert http.get("/ready").json()["engines"]["code"]["loading"] is None
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_model_that_wakes_has_loaded_nothing_yet(own_gateway: Gateway, level: int) -> None:
+    client = own_gateway.clients["code"]
+    client.load_meter = LoadMeter(100)
+    client.load_meter.observe(100)
+    admin(own_gateway, f"code/sleep?level={level}").raise_for_status()
+
+    async def wake() -> Loading | None:
+        client.wake()
+        return client.view().loading
+
+    loading = asyncio.run_coroutine_threadsafe(wake(), own_gateway.loop).result(PATIENCE_S)
+    assert loading == Loading(0, 100, None, gives_way=False)
+    wait_for("the model serves again", lambda: state(own_gateway, "code") is EngineState.READY)
+
+
+def test_a_model_that_restarts_has_loaded_nothing_yet(own_gateway: Gateway) -> None:
+    client = own_gateway.clients["code"]
+    client.load_meter = LoadMeter(100)
+
+    async def end() -> Loading | None:
+        client.load_meter.observe(100)
+        client.engine_down("was killed by SIGKILL")
+        return client.view().loading
+
+    loading = asyncio.run_coroutine_threadsafe(end(), own_gateway.loop).result(PATIENCE_S)
+    assert loading == Loading(0, 100, None, gives_way=False)
 
 
 @pytest.mark.parametrize("level", [1, 2])
