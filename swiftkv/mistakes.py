@@ -9,6 +9,26 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+_KEY_OF_FLAG = {
+    "api_key": "node.api_key_env",
+    "block_size": "models[].kv_cache.block_size",
+    "disable_log_requests": "node.request_log",
+    "enable_log_requests": "node.request_log",
+    "gpu_memory_utilization": "models[].kv_cache.memory",
+    "kv_cache_memory_bytes": "models[].kv_cache.memory",
+    "kv_offloading_size": "models[].tiers.host",
+    "kv_transfer_config": "models[].tiers.storage",
+    "model": "models[].path",
+    "num_gpu_blocks_override": "models[].kv_cache.memory",
+    "otlp_traces_endpoint": "node.otlp.endpoint",
+    "runner": "models[].task",
+    "shutdown_timeout": "node.shutdown_timeout",
+    "swap_space": "models[].tiers.host",
+    "tool_call_parser": "models[].tool_parser",
+    "uvicorn_log_level": "node.log_level",
+}
+"""The keys that do what vLLM's flags do, where the names differ."""
+
 
 def describe_mistakes(error: ValidationError, root: type[BaseModel]) -> str:
     """Return one line for each mistake. `root` is the type of the whole file; its fields' descriptions are quoted."""
@@ -22,11 +42,20 @@ def _describe(mistake: Any, root: type[BaseModel]) -> str:
     key = _key_path(location)
     if mistake["type"] == "extra_forbidden":
         known = list(_section_at(location[:-1], root).model_fields)
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        return f"{key}: unknown key; " + (f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}")
+        return f"{key}: unknown key; {_instead_of(str(location[-1]), known)}"
     if mistake["type"] == "missing":
         return f"{key}: missing; write {_description_at(location, root)}"
     return f"{key}: {show(mistake['input'])} is not {_description_at(location, root)}"
+
+
+def _instead_of(unknown: str, known: Sequence[str]) -> str:
+    flag = unknown.replace("-", "_")
+    if flag in known:
+        return f"did you mean {flag}?"
+    if flag in _KEY_OF_FLAG and f"{flag}s" not in known:  # at the top, `model` is a slip of `models`
+        return f"vLLM's {unknown} is {_KEY_OF_FLAG[flag]} here"
+    close = difflib.get_close_matches(unknown, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
 
 
 def _key_path(location: Sequence[int | str]) -> str:

@@ -29,6 +29,22 @@ MISTAKES = [
         ONE_MODEL % ", kv_cache: {size: 1GiB}",
         "models[0].kv_cache.size: unknown key; known here: memory, block_size, retention_interval, max_pinned",
     ),
+    # flags of vLLM that have another name here
+    (
+        ONE_MODEL % ", gpu_memory_utilization: 0.9",
+        "models[0].gpu_memory_utilization: unknown key; vLLM's gpu_memory_utilization is models[].kv_cache.memory here",
+    ),
+    (
+        ONE_MODEL % ", tool-call-parser: hermes",
+        "models[0].tool-call-parser: unknown key; vLLM's tool-call-parser is models[].tool_parser here",
+    ),
+    (ONE_MODEL % ", max-model-len: 512", "models[0].max-model-len: unknown key; did you mean max_model_len?"),
+    (
+        ONE_MODEL % ", block_size: 16",
+        "models[0].block_size: unknown key; vLLM's block_size is models[].kv_cache.block_size here",
+    ),
+    ("model: []\n" + ONE_MODEL % "", "model: unknown key; did you mean models?"),
+    (ONE_MODEL % ", model: elsewhere", "models[0].model: unknown key; vLLM's model is models[].path here"),
     # wrong units and types
     (
         ONE_MODEL % ", kv_cache: {memory: 256MB}",
