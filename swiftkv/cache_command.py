@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,6 +72,14 @@ def cache_why(
         )
 
 
+def _checked_duration(text: str) -> str:
+    from swiftkv.server.parameters import DURATION_PATTERN
+
+    if not re.fullmatch(DURATION_PATTERN, text):
+        raise typer.BadParameter(f"{text!r} is not a duration such as 90s, 30m or 24h")
+    return text
+
+
 @cache_app.command(
     "pin",
     epilog="Examples: `swiftkv cache pin 6d1c2f0e5b7a4c3d --for 8h`, "
@@ -88,7 +97,9 @@ def cache_pin(
         typer.Option(metavar="FILE", help="A file with the prompt: text, or JSON with `messages` or `prompt`."),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps --prompt.")] = None,
-    time_to_live: Annotated[str, typer.Option("--for", help="How long to keep it, such as 90s, 30m or 24h.")] = "1h",
+    time_to_live: Annotated[
+        str, typer.Option("--for", callback=_checked_duration, help="How long to keep it, such as 90s, 30m or 24h.")
+    ] = "1h",
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:

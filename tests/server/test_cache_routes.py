@@ -75,6 +75,12 @@ def test_an_id_may_have_slashes(own_gateway: Gateway) -> None:
         assert http.get("/admin/cache/requests/team/pin").headers["allow"] == "POST"
 
 
+def test_a_duration_that_is_none_is_a_mistake_in_the_flag(own_gateway: Gateway) -> None:
+    refused = run(own_gateway, "pin", "anything", "--for", "1")
+    assert refused.exit_code == 2
+    assert "'--for': '1' is not a duration such as 90s, 30m or 24h" in refused.stderr
+
+
 def test_a_request_that_is_not_known(own_gateway: Gateway) -> None:
     with own_gateway.admin() as http:
         answer = http.get("/admin/cache/requests/nobody")
