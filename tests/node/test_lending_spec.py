@@ -17,7 +17,7 @@ from swiftkv.cache.pool import Pool
 from swiftkv.config import Config, load_config
 from swiftkv.engine.lending import check_links
 from swiftkv.engine.messages import EngineConfig
-from swiftkv.engine_configs import compile_engines, link_geometry
+from swiftkv.engine_configs import compile_engines, link_geometry, why_not_lend
 from swiftkv.lease.messages import LendingSpec
 from swiftkv.planning.lending import plan_lending
 from swiftkv.planning.models import SizedPlan
@@ -180,3 +180,10 @@ def test_an_engine_reads_what_it_is_told(tmp_path: Path) -> None:
     assert msgspec.json.decode(msgspec.json.encode(told), type=EngineConfig) == told
     assert told.max_model_len > plans[0].pool_tokens
     assert told.lending is not None
+
+
+def test_a_model_without_a_budget_may_have_been_added_later(tmp_path: Path) -> None:
+    config, plans = planned(tmp_path, MODELS)
+    assert why_not_lend(config, plans[-1], None) == (
+        "has no lending.budget in the file that it was started or added with; 0 would do, and can be raised"
+    )
