@@ -37,6 +37,8 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
             raise CheckpointError(f"{found} is a directory, and only models of the hub have revisions; drop revision")
         public_name = found.resolve().name
     else:
+        if (place := Path(path).expanduser()).is_absolute():
+            raise CheckpointError(f"there is no directory {place}")
         if not _is_hub_id(path, starts):
             raise CheckpointError(f"{path!r} is no directory in {' or '.join(map(str, starts))}, nor a hub id")
         found = _fetch(path, revision, _ALL_FILES if need_weights else _CONFIG_FILES)

@@ -193,6 +193,9 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
     )
     message = mistake(tmp_path, "path: emtpy")
     assert message == f"models[0].path: 'emtpy' is no directory in {tmp_path} or {Path.cwd()}, nor a hub id"
+    assert mistake(tmp_path, f"path: {tmp_path / 'emtpy'}") == (
+        f"models[0].path: there is no directory {tmp_path / 'emtpy'}"
+    )
 
 
 def test_a_slip_in_a_local_path_does_not_ask_the_hub(tmp_path: Path) -> None:
