@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from swiftkv.units import parse_duration, parse_limit, parse_size
 
-SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
-DURATION = "a duration such as 500ms, 60s or 2m"
-LIMIT = "a duration such as 500ms, 60s or 2m, or off"
+SIZE = "a size such as 256MiB or 1GiB (1.074 GB), or a number of bytes"
+DURATION = "a duration such as 500ms, 60s, 2m or 1h"
+LIMIT = f"{DURATION}, or off"
 POSITIVE = "an integer of at least 1"
 COUNT_OR_NULL = "an integer of at least 1, or null"
 VARIABLE = "the name of an environment variable, or null"

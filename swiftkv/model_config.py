@@ -30,7 +30,7 @@ BUDGET_FORMS = "a percentage of the pool up to 100% such as 75%, a size such as 
 LONGEST_NAME = 64
 _SERVED_NAMES = "a name, or a list of names, each of 1 to 256 characters without blanks"
 _SERVED_NAME = re.compile(r"[!-~]{1,256}")
-_MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
+_MEMORY = "a size such as 256MiB or 1GiB (1.074 GB), a number of bytes, or a part of a GPU such as 60%"
 _CPU_STEP_LIMIT_S = 0.25
 _DUE_S = 10.0
 

@@ -18,7 +18,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.units import Budget, PoolBytes, format_size, parse_budget, parse_size
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-MEMORY = "a size such as 256MiB or 1GiB, a number of bytes, or a part of a GPU such as 60%"
+MEMORY = "a size such as 256MiB or 1GiB (1.074 GB), a number of bytes, or a part of a GPU such as 60%"
 ONE_MODEL = "models: [{name: chat, path: somewhere%s}]"
 
 MISTAKES = [
@@ -56,7 +56,7 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ", lending: {window: 60}",
-        "models[0].lending.window: 60 is not a duration such as 500ms, 60s or 2m",
+        "models[0].lending.window: 60 is not a duration such as 500ms, 60s, 2m or 1h",
     ),
     (
         ONE_MODEL % ", lending: {budget: 175%}",
@@ -71,7 +71,7 @@ MISTAKES = [
     (ONE_MODEL % ", lending: {policy: average}", "models[0].lending.policy: 'average' is not total or longest"),
     (
         ONE_MODEL % ", lending: {window: 0s}",
-        "models[0].lending.window: '0s' is not a duration such as 500ms, 60s or 2m",
+        "models[0].lending.window: '0s' is not a duration such as 500ms, 60s, 2m or 1h",
     ),
     ("node: {lending: {enabled: maybe}}\n" + ONE_MODEL % "", "node.lending.enabled: 'maybe' is not on or off"),
     (
@@ -99,7 +99,7 @@ MISTAKES = [
     ),
     (
         "node: {lending: {max_wait: 30}}\n" + ONE_MODEL % "",
-        "node.lending.max_wait: 30 is not a duration such as 500ms, 60s or 2m",
+        "node.lending.max_wait: 30 is not a duration such as 500ms, 60s, 2m or 1h",
     ),
     (
         "node: {lending: never}\n" + ONE_MODEL % "",
@@ -108,15 +108,15 @@ MISTAKES = [
     ),
     (
         "node: {shutdown_timeout: 1 minute}\n" + ONE_MODEL % "",
-        "node.shutdown_timeout: '1 minute' is not a duration such as 500ms, 60s or 2m",
+        "node.shutdown_timeout: '1 minute' is not a duration such as 500ms, 60s, 2m or 1h",
     ),
     (
         "node: {watchdog: 120}\n" + ONE_MODEL % "",
-        "node.watchdog: 120 is not a duration such as 500ms, 60s or 2m, or off",
+        "node.watchdog: 120 is not a duration such as 500ms, 60s, 2m or 1h, or off",
     ),
     (
         "node: {load_timeout: on}\n" + ONE_MODEL % "",
-        "node.load_timeout: True is not a duration such as 500ms, 60s or 2m, or off",
+        "node.load_timeout: True is not a duration such as 500ms, 60s, 2m or 1h, or off",
     ),
     (ONE_MODEL % ", kv_cache: {block_size: 24}", "models[0].kv_cache.block_size: 24 is not a multiple of 16 tokens"),
     (
@@ -210,7 +210,7 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ", target_tpot: -1s",
-        "models[0].target_tpot: '-1s' is not a duration such as 500ms, 60s or 2m, or off",
+        "models[0].target_tpot: '-1s' is not a duration such as 500ms, 60s, 2m or 1h, or off",
     ),
     (
         ONE_MODEL % ", long_prefill_token_threshold: 0",

@@ -12,7 +12,7 @@ from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import FileOptions, RedisOptions, parse_storage
 from tests.support.storage import FINGERPRINT
 
-SIZE = "a size such as 256MiB or 1GiB, or a number of bytes"
+SIZE = "a size such as 256MiB or 1GiB (1.074 GB), or a number of bytes"
 FILE = {"path": "cache", "size": "1GiB"}
 
 BACKENDS = "file, redis, mooncake, dynamic, dynamic_sglang, fault"
