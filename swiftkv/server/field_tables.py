@@ -168,9 +168,13 @@ def _kind(schema: dict[str, Any], defs: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return {"ChatMessage": "a message", "TextPart": "a part"}.get(name, "see below")
+    if "oneOf" in schema:
+        return _values(schema, defs)
     if "enum" in schema or "const" in schema:
         return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     match schema.get("type"):
+        case None:
+            return "anything"
         case "array":
             most = f"up to {schema['maxItems']:,} of: " if "maxItems" in schema else "a list of: "
             return most + _values(schema["items"], defs)

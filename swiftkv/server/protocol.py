@@ -188,6 +188,8 @@ class ChatMessage(Body):
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = Field(None, description="As `reasoning_content`, and before it")
+    # OpenAI's client adds it to answers to `parse`, which come back with the conversation.
+    parsed: Any = Field(None, description="Accepted, not used")
 
     @property
     def says_something(self) -> bool:

@@ -46,6 +46,7 @@ class NamedTool(Body):
 class CalledFunction(Body):
     name: FunctionName
     arguments: Text
+    parsed_arguments: Any = Field(None, description="Accepted, not used")  # by OpenAI's client, as a message's `parsed`
 
 
 class ToolCallMessage(Body):

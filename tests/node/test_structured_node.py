@@ -47,6 +47,8 @@ def test_parse_returns_objects_of_the_class(client: openai.OpenAI, temperature: 
     )
     assert parsed.choices[0].finish_reason == "stop"
     assert isinstance(parsed.choices[0].message.parsed, Solution)
+    next_turn: Any = [*MESSAGES, parsed.choices[0].message, *MESSAGES]
+    assert client.chat.completions.create(model="chat", messages=next_turn, max_tokens=1).choices
 
 
 def test_a_stream_and_a_whole_answer_are_the_same_object(client: openai.OpenAI) -> None:

@@ -23,6 +23,7 @@ def test_the_document_has_the_tables_of_the_code() -> None:
         "| `user` | accepted without effect | text, up to 1,024 characters |",
         "| `best_of` | refused | only `1` |",
         "| `messages` | required | up to 4,096 of: a message |",
+        "| `parsed` | accepted without effect | anything |",
     ],
 )
 def test_a_field_of_each_kind(row: str) -> None:

@@ -119,6 +119,23 @@ def test_a_call_is_told_once_and_whole(tool_gateway: Gateway) -> None:
     assert "".join(part.function.arguments or "" for part in parts) == call.function.arguments
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_call_that_the_client_parsed_can_be_sent_back(tool_gateway: Gateway, is_streamed: bool) -> None:
+    """OpenAI's client adds `parsed` to the message and `parsed_arguments` to its calls."""
+    completions = tool_gateway.openai().chat.completions
+    strict: Any = {"type": "function", "function": {**FUNCTION, "strict": True}}
+    asked: Any = {**CALLING, "tools": [strict]}
+    if is_streamed:
+        with completions.stream(**asked) as stream:
+            message = stream.get_final_completion().choices[0].message
+    else:
+        message = completions.parse(**asked).choices[0].message
+    [call] = message.tool_calls
+    assert call.function.parsed_arguments == ARGUMENTS
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "98 degrees"}
+    assert completions.create(**{**asked, "messages": [*USER, message, result]}).choices
+
+
 @pytest.mark.parametrize("arguments", ["{}", ""])
 def test_a_call_without_arguments_can_be_sent_back(tool_http: httpx.Client, arguments: str) -> None:
     """After `test_no_args_tool_call` and `test_tool_call_with_results`."""
