@@ -127,7 +127,7 @@ def _sampling_params(
         top_p=defaults.top_p if body.top_p is None else body.top_p,
         top_k=defaults.top_k if body.top_k is None else body.top_k,
         min_p=defaults.min_p if body.min_p is None else body.min_p,
-        seed=body.seed,
+        seed=None if body.seed == -1 else body.seed,  # as in vLLM
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=(

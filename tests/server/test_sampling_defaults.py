@@ -12,7 +12,9 @@ from echo_gateway import MAX_MODEL_LEN, Gateway
 
 from swiftkv.engine.messages import SamplingParams
 from swiftkv.errors import CheckpointError
+from swiftkv.server.messages_api.body import MessagesBody
 from swiftkv.server.protocol import ChatBody, CompletionBody
+from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.sampling import sequence_requests
 from swiftkv.server.sampling_defaults import SamplingDefaults, sampling_defaults
 
@@ -39,6 +41,22 @@ def test_a_file_gives_what_requests_leave_out(gateway: Gateway, tmp_path: Path) 
     assert (left_out.temperature, left_out.top_p, left_out.top_k, left_out.min_p) == (0.6, 0.95, 20, 0.0)
     said = sampling(gateway, defaults, chat(temperature=0, top_p=1, top_k=0, repetition_penalty=1.1))
     assert (said.temperature, said.top_p, said.top_k, said.repetition_penalty) == (0.0, 1.0, 0, 1.1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CompletionBody.model_validate({"prompt": "x", "seed": -1}),
+        chat(seed=-1),
+        ResponsesBody.model_validate({"input": "x", "seed": -1}).chat,
+        MessagesBody.model_validate({"messages": MESSAGES, "max_tokens": 1, "seed": -1}).chat,
+    ],
+    ids=["completion", "chat", "response", "message"],
+)
+def test_minus_one_is_no_seed(gateway: Gateway, body: ChatBody | CompletionBody) -> None:
+    """vLLM's parameters have it so; other negative numbers are seeds there, too."""
+    assert sampling(gateway, SamplingDefaults(), body).seed is None
+    assert sampling(gateway, SamplingDefaults(), body.model_copy(update={"seed": -2})).seed == -2
 
 
 def test_the_file_limits_every_answer(gateway: Gateway) -> None:
