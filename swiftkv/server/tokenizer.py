@@ -240,6 +240,12 @@ class Tokenizer:
         if taken := sorted(_NOT_VARIABLES.intersection(given.variables)):
             message = f"field 'chat_template_kwargs': {taken[0]!r} is no variable of the chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
+        if given.continues and messages[-1].get("tool_calls"):  # templates write them behind the place to go on at
+            message = (
+                "field 'continue_final_message': the last message calls tools, and no answer can go on with that; send "
+                "the results of its calls, or leave the calls out"
+            )
+            raise ApiError(400, message, param="continue_final_message")
         if given.continues and not messages[-1]["content"]:
             message = "field 'continue_final_message': the last message has no content to go on with"
             raise ApiError(400, message, param="continue_final_message")

@@ -23,6 +23,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": TEXT}]
 ASKED: dict[str, Any] = {"model": "chat", "messages": MESSAGES, "max_tokens": 50}
 ARGUMENTS = '{"a": 1, "b": [2, "}"]}'
 CALL = f'<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CALLING = [{"type": "text", "text": "Let me"}, {"type": "tool_use", "id": "1", "name": "add", "input": {}}]
 ADD: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": {"type": "object"}}
 TOOLED: dict[str, Any] = {
     "model": "chat",
@@ -244,6 +245,7 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content.0.text"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "'messages'"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": CALLING}]}, "the last message calls tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"max_tokens": None}, "max_tokens"),
         ({"nonsense": 1}, "nonsense"),

@@ -21,6 +21,8 @@ TEMPLATE = (
     "{% if not enable_thinking | default(true) %}[no thoughts]{% endif %}{{ topic }}{{ 1 // zero | default(1) - 1 }}"
 )
 MESSAGES = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, "}]
+CALL = {"id": "1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
+CALLING = {"role": "assistant", "content": "Let me ", "tool_calls": [CALL]}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["joined", "split"])
@@ -67,6 +69,7 @@ def test_a_template_gets_the_variables_of_the_request(templated: Tokenizer) -> N
     [
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"continue_final_message": True, "messages": [{"role": "user", "content": ""}]}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": [*MESSAGES, CALLING]}, "continue_final_message"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"topic": "x" * 20_000}}, "chat_template_kwargs"),
