@@ -78,7 +78,11 @@ def asked_grammar(body: StructuredFields) -> AskedGrammar | None:
 
 def _of_response_format(body: StructuredFields) -> Iterator[AskedGrammar]:
     wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if wanted is None:
+        return
+    if wanted.json_schema is not None and wanted.type != "json_schema":
+        raise _without("response_format.json_schema", "'type': 'json_schema'")
+    if wanted.type == "text":
         return
     if wanted.type == "json_object":
         yield _json("response_format", {"type": "object"})
@@ -94,7 +98,13 @@ def _of_structured_outputs(body: StructuredFields) -> Iterator[AskedGrammar]:
     wanted = body.structured_outputs
     if wanted is None:
         return
+    if wanted.disable_any_whitespace and wanted.whitespace_pattern is not None:
+        field = "structured_outputs.whitespace_pattern"
+        raise ApiError(400, f"field '{field}' does not go with 'disable_any_whitespace': give one", param=field)
     whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern
+    if whitespace is not None and wanted.json_ is None and not wanted.json_object:
+        name = "disable_any_whitespace" if wanted.disable_any_whitespace else "whitespace_pattern"
+        raise _without(f"structured_outputs.{name}", "'json' or 'json_object' beside it")
     if wanted.json_ is not None:
         yield _json("structured_outputs.json", wanted.json_, whitespace)
     if wanted.json_object:
@@ -105,6 +115,8 @@ def _of_structured_outputs(body: StructuredFields) -> Iterator[AskedGrammar]:
 def _of_guided(body: StructuredFields) -> Iterator[AskedGrammar]:
     if body.guided_json is not None:
         yield _json("guided_json", body.guided_json, body.guided_whitespace_pattern)
+    elif body.guided_whitespace_pattern is not None:
+        raise _without("guided_whitespace_pattern", "'guided_json' beside it")
     yield from _of_texts("guided_", body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
@@ -115,6 +127,11 @@ def _of_texts(prefix: str, regex: str | None, choice: list[str] | None, grammar:
         yield _asked(f"{prefix}choice", "choice", encoded(choice, f"{prefix}choice"))
     if grammar is not None:
         yield _asked(f"{prefix}grammar", "grammar", grammar)
+
+
+def _without(field: str, other: str) -> ApiError:
+    """Return the error for a field that does nothing without another one."""
+    return ApiError(400, f"field '{field}' is only for {other}", param=field)
 
 
 def _json(field: str, schema: JsonSchema | str, whitespace: str | None = None) -> AskedGrammar:

@@ -24,6 +24,7 @@ from tests.support.schemas import DEEP, HOSTILE, SCHEMAS
 COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 1}
 CHAT: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 PERSON = SCHEMAS["person"]
+SCHEMA = {"name": "a", "schema": PERSON}
 
 
 def post(gateway: Gateway, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -56,6 +57,12 @@ def asked(kind: Any, text: str) -> AskedGrammar:
         {"guided_grammar": 'root ::= "a" | "b"'},
         {"response_format": {"type": "text"}, "ignore_eos": True},
         {"structured_outputs": {}},
+        # The values that vLLM's own clients send for what they leave out.
+        {"response_format": {"type": "json_object", "json_schema": None}},
+        {"response_format": {"type": "text", "json_schema": None}},
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": False, "whitespace_pattern": None}},
+        {"structured_outputs": {"json": PERSON, "disable_any_whitespace": False, "whitespace_pattern": " ?"}},
+        {"guided_regex": "a", "guided_whitespace_pattern": None},
     ],
     ids=lambda fields: json.dumps(fields)[:40],
 )
@@ -68,6 +75,21 @@ def test_every_form_of_asking_is_taken(gateway: Gateway, body: dict[str, Any], f
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": SCHEMA}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": SCHEMA}}, "response_format.json_schema"),
+        (
+            {"structured_outputs": {"regex": "[ab]+", "whitespace_pattern": "x"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"], "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " ?"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
             "response_format.json_schema.name",
