@@ -15,7 +15,7 @@ from swiftkv.server.choices import Delta
 
 @dataclass(slots=True)
 class TextPassage:
-    """Text for the user. `is_cut`: the answer met its length limit within the passage."""
+    """Text for the user. `is_cut`: the answer met its length limit, or failed, within the passage."""
 
     index: int
     pieces: list[str] = field(default_factory=list)
@@ -98,6 +98,11 @@ class Passages:
             if not self.all:
                 yield from self._begin(TextPassage(0))
             yield from self._close(is_cut=delta.finish_reason == "length")
+
+    def cut(self) -> None:
+        """Mark the passage that is open as cut: the answer has failed within it."""
+        if self._open is not None:
+            self._open.is_cut = True
 
     def _begin(self, passage: Passage) -> Iterator[PassageEvent]:
         yield from self._close(is_cut=False)

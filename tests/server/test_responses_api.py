@@ -255,4 +255,5 @@ def test_a_stream_cut_by_a_dying_engine_fails(slow_gateway: Gateway) -> None:
     *_, last = stream
     assert last.type == "response.failed"
     assert (last.response.status, last.response.error.code) == ("failed", "server_error")
+    assert [item.status for item in last.response.output] == ["incomplete"]
     assert "chat" in last.response.error.message

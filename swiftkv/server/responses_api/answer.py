@@ -101,6 +101,7 @@ class ResponsesAnswer(PassageAnswer):
         return [self._event(ResponseEvent, f"response.{status}", self._response(status))]
 
     def failure(self, error: ApiError) -> Struct:
+        self.passages.cut()
         failed = self._response("failed")
         failed.error = ResponseFailure(_FAILURES.get(error.status, "server_error"), error.answer().error.message)
         return self._event(ResponseEvent, "response.failed", failed)
