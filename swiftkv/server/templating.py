@@ -13,7 +13,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import AtMost, Body
 from swiftkv.server.price import LIMITS, check_template_variables
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[
     dict[str, Any], Field(max_length=LIMITS.template_variables), BeforeValidator(AtMost(LIMITS.template_variables))
 ]
@@ -71,7 +71,7 @@ def templating(body: TemplateFields, chat_template: str, reasoning_effort: Reaso
 def _of_effort(effort: ReasoningEffort, chat_template: str) -> dict[str, Any] | None:
     """Return the variables that pass an effort to the template, `None` if it takes none."""
     if "reasoning_effort" in chat_template:
-        return {"reasoning_effort": effort}
+        return {"reasoning_effort": "xhigh" if effort == "max" else effort}
     if "enable_thinking" in chat_template:
         return {"enable_thinking": effort != "none"}
     return None

@@ -115,4 +115,4 @@ def test_thinking_is_a_variable_of_the_template(kind: str, expected: bool) -> No
     asked: Any = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "thinking": {"type": kind}}
     body = MessagesBody.model_validate({**asked, "output_config": {"effort": "max"}})
     assert body.chat.chat_template_kwargs == {"enable_thinking": expected}
-    assert body.chat.reasoning_effort == "xhigh"
+    assert body.chat.reasoning_effort == "max"

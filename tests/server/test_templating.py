@@ -10,7 +10,9 @@ from echo_gateway import PATIENCE_S, Gateway, start_gateway, train_tokenizer
 from pydantic import ValidationError
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.messages_api.body import CountTokensBody
 from swiftkv.server.protocol import ChatBody
+from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.server.templating import templating
 from swiftkv.server.tokenizer import Tokenizer
@@ -62,6 +64,20 @@ def test_a_template_gets_the_variables_of_the_request(templated: Tokenizer) -> N
         given=templating(ChatBody.model_validate({"messages": MESSAGES, "chat_template_kwargs": topic}), ""),
     ).count(templated.token_id("<|im_start|>") or -1)
     assert starts == (2 if templated._plain_backend is not None else 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ChatBody.model_validate({"messages": MESSAGES, "reasoning_effort": "max"}),
+        ResponsesBody.model_validate({"input": "x", "reasoning": {"effort": "max"}}).chat,
+        CountTokensBody.model_validate({"messages": MESSAGES, "output_config": {"effort": "max"}}).chat,
+    ],
+    ids=["chat", "response", "message"],
+)
+def test_the_highest_effort_has_two_names(body: ChatBody) -> None:
+    given = templating(body, "{{ reasoning_effort }}", body.reasoning_effort)
+    assert given.variables == {"reasoning_effort": "xhigh"}
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ class CountTokensBody(ModelBody):
             "tool_choice": None if choice is None else _tool_choice(choice),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "response_format": None if config is None else _response_format(config),
-            "reasoning_effort": None if config is None else "xhigh" if config.effort == "max" else config.effort,
+            "reasoning_effort": None if config is None else config.effort,
             "chat_template_kwargs": None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
             "continue_final_message": self.messages[-1].role == "assistant",
         }
