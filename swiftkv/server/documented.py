@@ -21,15 +21,24 @@ def documented_error(path: str = "") -> dict[str, Any]:
 
 
 def documented(
-    schema: str, *error_statuses: int, stream: bool = False, several: bool = False, ok: int = 200, path: str = ""
+    schema: str,
+    *error_statuses: int,
+    stream: bool = False,
+    several: bool = False,
+    ok: int = 200,
+    path: str = "",
+    anthropic: str | None = None,
 ) -> dict[int | str, dict[str, Any]]:
     """Return a route's answers for the OpenAPI document: one `schema`, or with `several` a list of them.
 
     Args:
         ok: The status of success.
-        path: The route's path, where errors depend on it.
+        path: The route's, where errors depend on it.
+        anthropic: The schema of the same answer in Anthropic's shape, where a header asks for that.
     """
     reference: dict[str, Any] = {"$ref": f"#/components/schemas/{schema}"}
+    if anthropic is not None:
+        reference = {"anyOf": [reference, {"$ref": f"#/components/schemas/{anthropic}"}]}
     shape = {"type": "array", "items": reference} if several else reference
     content: dict[str, Any] = {"application/json": {"schema": shape}}
     if stream:

@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType
 from swiftkv.server.batches.objects import FileDeleted, OfflineBatch, OfflineBatchList, StoredFile, StoredFileList
 from swiftkv.server.cache_views import CacheCleared, CacheOverview, PinChange, RequestMatch
 from swiftkv.server.errors import AnthropicError, ErrorResponse
-from swiftkv.server.messages_api.objects import MessageObject, TokenCount
+from swiftkv.server.messages_api.objects import AnthropicModel, AnthropicModelList, MessageObject, TokenCount
 from swiftkv.server.node_views import (
     BudgetChange,
     Health,
@@ -263,7 +263,8 @@ class Loads(Struct):
 
 
 DOCUMENTED = (
-    Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, Tokenized, Detokenized,
+    Completion, ChatCompletion, ResponseObject, MessageObject, TokenCount, ModelCard, ModelList, AnthropicModel,
+    AnthropicModelList, Tokenized, Detokenized,
     Health, Readiness, NotReady, Version, ErrorResponse, AnthropicError, LendingOverview, BudgetChange, PoolView,
     NodeOverview, RenderedPrompt, Loads, ModelFilesList, ModelStart, ModelChange, Sleeping, StorageOverview,
     StorageChange, CacheOverview, RequestMatch, CacheCleared, PinChange, StoredFile,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
 from swiftkv.server.asked_model import as_sent, asked_model, wake_if_asked
@@ -16,11 +18,12 @@ from swiftkv.server.errors import fields_named
 from swiftkv.server.messages_api.answer import MessagesAnswer
 from swiftkv.server.messages_api.body import FIELD_OF_CHAT as messages_names
 from swiftkv.server.messages_api.body import MessagesBody
+from swiftkv.server.messages_api.objects import AnthropicModel, AnthropicModelList
 from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.prepare import AnswerMaker, begin, check, prepare, wanted_targets
 from swiftkv.server.protocol import ChatBody, CompletionBody
 from swiftkv.server.request_log import RequestRecord
-from swiftkv.server.responses import ModelList
+from swiftkv.server.responses import ModelCard, ModelList
 from swiftkv.server.responses_api.answer import ResponsesAnswer
 from swiftkv.server.responses_api.body import FIELD_OF_CHAT as responses_names
 from swiftkv.server.responses_api.body import ResponsesBody
@@ -28,6 +31,8 @@ from swiftkv.server.streaming import json_response, streamed_answer, unless_gone
 from swiftkv.server.targets import asked_targets
 from swiftkv.server.token_routes import token_router
 from swiftkv.server.waking import PROGRESS_HEADER, WakingStream
+
+AnthropicVersion = Annotated[str | None, Header(description="With it, the answer has Anthropic's shape")]
 
 
 def openai_router(models: ModelTable) -> APIRouter:
@@ -41,19 +46,30 @@ def openai_router(models: ModelTable) -> APIRouter:
 def _list_router(models: ModelTable) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/models", responses=documented("ModelList", 404))
-    async def list_models(request: Request) -> Response:
+    @router.get("/v1/models", responses=documented("ModelList", 404, anthropic="AnthropicModelList"))
+    async def list_models(request: Request, anthropic_version: AnthropicVersion = None) -> Response:
         name = request.path_params.get("name")
         listed = models.all() if name is None else [models.get(name)]
-        return json_response(ModelList([card for model in listed for card in model.cards()]))
+        cards = [card for model in listed for card in model.cards()]
+        return json_response(ModelList(cards) if anthropic_version is None else _anthropic_list(cards))
 
-    @router.get("/v1/models/{model_id:path}", responses=documented("ModelCard", 404))
-    async def retrieve_model(request: Request, model_id: str) -> Response:
-        if "name" in request.path_params:
-            return json_response(asked_model(request, models, model_id).card(model_id))
-        return json_response(models.get(model_id).card(model_id))
+    @router.get("/v1/models/{model_id:path}", responses=documented("ModelCard", 404, anthropic="AnthropicModel"))
+    async def retrieve_model(request: Request, model_id: str, anthropic_version: AnthropicVersion = None) -> Response:
+        model = asked_model(request, models, model_id) if "name" in request.path_params else models.get(model_id)
+        card = model.card(model_id)
+        return json_response(card if anthropic_version is None else _anthropic_model(card))
 
     return router
+
+
+def _anthropic_list(cards: Sequence[ModelCard]) -> AnthropicModelList:
+    data = [_anthropic_model(card) for card in cards]
+    return AnthropicModelList(data, data[0].id if data else None, data[-1].id if data else None)
+
+
+def _anthropic_model(card: ModelCard) -> AnthropicModel:
+    created = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return AnthropicModel(card.id, card.id, created, card.max_model_len, card.max_model_len)
 
 
 def _generation_router(models: ModelTable) -> APIRouter:

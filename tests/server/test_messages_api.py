@@ -10,7 +10,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from echo_gateway import PATIENCE_S, Gateway, start_gateway
+from echo_gateway import MAX_MODEL_LEN, PATIENCE_S, Gateway, start_gateway
 
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.body import parse_body
@@ -268,6 +268,20 @@ def test_a_mistake_is_told_in_anthropics_shape(tool_gateway: Gateway, fields: di
     assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
     assert field in answer["error"]["message"]
     assert set(answer) == {"type", "error"}
+
+
+def test_the_models(gateway: Gateway) -> None:
+    client = client_of(gateway)
+    page = client.models.list()
+    assert [model.id for model in page] == ["chat", "code"]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "chat", "code")
+    model = client.models.retrieve("code")
+    assert model == page.data[1]
+    assert (model.type, model.display_name, model.max_input_tokens) == ("model", "code", MAX_MODEL_LEN)
+    assert int(model.created_at.timestamp()) == gateway.models["code"].created
+    assert [model.id for model in client_of(gateway, "/models/code").models.list()] == ["code"]
+    with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
 
 
 def test_errors_reach_the_client_as_its_own_exceptions(gateway: Gateway) -> None:

@@ -58,6 +58,26 @@ class TokenCount(Struct):
     input_tokens: int
 
 
+class AnthropicModel(Struct):
+    id: str
+    display_name: str
+    created_at: str
+    """When the gateway met the model, as RFC 3339 has it."""
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: Literal["active"] = "active"
+    type: Literal["model"] = "model"
+
+
+class AnthropicModelList(Struct):
+    """All models, in one page."""
+
+    data: list[AnthropicModel]
+    first_id: str | None
+    last_id: str | None
+    has_more: Literal[False] = False
+
+
 class MessageStart(NamedEvent):
     message: MessageObject
 
