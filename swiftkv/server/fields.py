@@ -94,11 +94,20 @@ class Body(BaseModel):
     lenient_with: ClassVar[str | None] = None
     """A header: requests that have it may have unknown fields, which are ignored. Otherwise they are refused."""
 
+    required_fields: ClassVar[frozenset[str]] = frozenset()
+    """The names of the fields that have no default, as clients write them; none of them may be `null`."""
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        FIELD_NAMES.update(field.alias or name for name, field in cls.model_fields.items())
+        names = {field.alias or name: field for name, field in cls.model_fields.items()}
+        FIELD_NAMES.update(names)
+        cls.required_fields = frozenset(name for name, field in names.items() if field.is_required())
 
     @model_validator(mode="before")
     @classmethod
     def _at_most_so_many_fields(cls, value: Any) -> Any:
-        return _check_number_of_fields(value)
+        value = _check_number_of_fields(value)
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        # Optional fields take `None` themselves; errors are to call a required one missing, and not of a wrong type.
+        return {name: held for name, held in value.items() if held is not None or name not in cls.required_fields}

@@ -163,7 +163,7 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(
         (75, "code", 400, "field 'budget': must be"),
         (-1, "code", 400, "field 'budget': must be"),
         (True, "code", 400, "field 'budget': must be"),
-        (None, "code", 400, "field 'budget': must be"),
+        (None, "code", 400, "field 'budget' is required"),
         ("101%", "code", 400, "field 'budget': must be"),
         ("9" * 400 + "TiB", "code", 400, "field 'budget': must be"),
         ("65MiB", "code", 400, "65MiB is more than the pool of 'code', 64MiB; 100% is the most"),

@@ -139,6 +139,30 @@ def test_bad_values_are_named(gateway: Gateway, field: str, value: object) -> No
     assert field in error["message"] or "prompt" in error["message"] or "token id" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": None}, "prompt"),
+        ("/v1/chat/completions", {**CHAT, "messages": None}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function", "function": None}]}, "tools.0.function"),
+        ("/v1/responses", {"model": "chat", "input": None}, "input"),
+        ("/v1/embeddings", {"model": "chat", "input": None}, "input"),
+    ],
+)
+def test_a_required_field_that_is_null_is_missing(
+    gateway: Gateway, path: str, body: dict[str, Any], field: str
+) -> None:
+    status, error = post(gateway, path, body)
+    assert (status, error["param"], error["code"]) == (400, field, "missing_field")
+    assert error["message"] == f"field '{field}' is required"
+
+
+@pytest.mark.parametrize("fields", [{"metadata": {"a": None}}, {"stop": [None]}])
+def test_null_within_a_field_is_not_a_missing_field(gateway: Gateway, fields: dict[str, Any]) -> None:
+    status, error = post(gateway, "/v1/completions", {**COMPLETION, **fields})
+    assert (status, error["code"]) == (400, "invalid_request_error")
+
+
 def test_a_list_that_is_too_long_is_not_called_a_wrong_type(gateway: Gateway) -> None:
     assert "at most 16" in post(gateway, "/v1/completions", {**COMPLETION, "stop": ["x"] * 17})[1]["message"]
 

@@ -247,7 +247,7 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
         ({"messages": [*MESSAGES, {"role": "assistant", "content": ""}]}, "'messages'"),
         ({"messages": [*MESSAGES, {"role": "assistant", "content": CALLING}]}, "the last message calls tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": None}, "field 'max_tokens' is required"),
         ({"nonsense": 1}, "nonsense"),
         # These are found in the chat that the request comes to.
         ({"messages": [{"role": "user", "content": "more " * 5000}]}, "maximum context length"),
