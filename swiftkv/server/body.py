@@ -70,7 +70,7 @@ def parse_body(content: bytes, body_type: type[B], *, leaves_out_unknown: bool =
     try:
         return body_type.model_validate(value, extra="ignore" if leaves_out_unknown else None)
     except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
+        errors = error.errors(include_url=False)[:_MAX_ERRORS]
         raise explain_invalid([{**each, "loc": ("body", *each["loc"])} for each in errors]) from None
 
 

@@ -27,6 +27,10 @@ Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 UNSEEN = "[This is of the type {}, which this model cannot read: it takes text.]"
 """The text that a model sees in place of a tool's result that is not text."""
 
+TEXT_ONLY = "the models take text"
+NO_SERVER_TOOLS = "the server runs no tools"
+"""Reasons for which kinds of content and of tools are refused."""
+
 FIELD_NAMES: set[str] = set()
 """The fields of all bodies, as clients write them; the locations in pydantic's errors have other words, too."""
 
@@ -67,12 +71,36 @@ class AtMost:
         return value
 
 
-def told_by(key: str, tags: Mapping[str, str], *, default: str = "") -> Discriminator:
-    """Return a discriminator that finds the member of a union by the text in `key`.
+class OnlyKinds:
+    """Checks the `type` of an object of which a protocol has more kinds than are taken here, so that errors say why."""
+
+    def __init__(self, *kinds: str, because: str) -> None:
+        self._kinds = kinds
+        self._context = {"key": "type", "kinds": ", ".join(kinds), "because": because}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str) and value not in self._kinds:
+            raise PydanticCustomError("unknown_kind", "must be {kinds}", self._context)
+        return value
+
+
+class ToldBy:
+    """Wraps a discriminator: its context of errors cannot be hashed, and types hash what they are annotated with."""
+
+    def __init__(self, discriminator: Discriminator) -> None:
+        self._discriminator = discriminator
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return self._discriminator.__get_pydantic_core_schema__(source, handler)
+
+
+def told_by(key: str, tags: Mapping[str, str], *, default: str = "", because: str = "") -> ToldBy:
+    """Return what tells the members of a union apart: the text in `key`.
 
     Args:
-        tags: The `Tag` of the member for each text. No tag may be the name of a field: errors would name that field.
-        default: The text if `key` is missing.
+        tags: The `Tag` of the member for each text. No field may be called so: errors would name it.
+        default: The text where there is none.
+        because: The reason for which others are refused, if the texts here do not show it.
     """
 
     def tag(value: Any) -> str | None:
@@ -81,8 +109,14 @@ def told_by(key: str, tags: Mapping[str, str], *, default: str = "") -> Discrimi
         text = (value.get(key) or default) if isinstance(value, dict) else None
         return tags.get(text) if isinstance(text, str) else None
 
-    message = f"must be an object whose '{key}' is {', '.join(tags)}"
-    return Discriminator(tag, custom_error_type="unknown_kind", custom_error_message=message)
+    return ToldBy(
+        Discriminator(
+            tag,
+            custom_error_type="unknown_kind",
+            custom_error_message="must be an object whose '{key}' is {kinds}",
+            custom_error_context={"key": key, "kinds": ", ".join(tags), "because": because},
+        )
+    )
 
 
 _check_number_of_fields = AtMost(LIMITS.fields)

@@ -14,7 +14,17 @@ from pydantic_core import PydanticCustomError
 
 from swiftkv.model_config import BUDGET_FORMS
 from swiftkv.server.errors import ApiError
-from swiftkv.server.fields import FIELD_NAMES, INT32_MAX, AtMost, Body, Label, Text, Unsupported
+from swiftkv.server.fields import (
+    FIELD_NAMES,
+    INT32_MAX,
+    TEXT_ONLY,
+    AtMost,
+    Body,
+    Label,
+    OnlyKinds,
+    Text,
+    Unsupported,
+)
 from swiftkv.server.parameters import DURATION_PATTERN, SHOWN_CHARS
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import StructuredFields
@@ -172,7 +182,7 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(OnlyKinds("text", because=TEXT_ONLY))]
     text: Text
 
 
@@ -347,6 +357,14 @@ def explain_invalid(errors: Sequence[Any]) -> ApiError:
     named = [str(part) for part in location[:-1] if isinstance(part, int) or part in FIELD_NAMES]
     if kind in ("extra_forbidden", "missing") or isinstance(location[-1], int) or location[-1] in FIELD_NAMES:
         named.append(str(location[-1])[:SHOWN_CHARS])
+    if kind == "unknown_kind":
+        key, kinds, because = (error["ctx"][name] for name in ("key", "kinds", "because"))
+        if isinstance(sent := error["input"], dict):  # the error is one of the object, and not of what its key holds
+            sent = sent.get(key)
+            named += [key] if isinstance(sent, str) else []
+        if isinstance(sent, str) and named[-1] == key:
+            reason = f": {because}" if because else ""
+            text = f"'{sent[:SHOWN_CHARS]}' is not supported{reason}; {key}s here: {kinds}"
     field = ".".join(named)
     if kind in ("extra_forbidden", "unsupported_field"):
         return ApiError(400, f"field '{field}' is not supported", param=field, code="unsupported_field")

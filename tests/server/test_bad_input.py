@@ -139,6 +139,54 @@ def test_bad_values_are_named(gateway: Gateway, field: str, value: object) -> No
     assert field in error["message"] or "prompt" in error["message"] or "token id" in error["message"]
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": "data:"}
+TEXT_ONLY = "is not supported: the models take text; types here"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {**CHAT, "messages": [{"role": "user", "content": [IMAGE]}]},
+            f"field 'messages.0.content.0.type': 'image_url' {TEXT_ONLY}: text",
+        ),
+        (
+            "/v1/responses",
+            {"model": "chat", "input": [{"role": "user", "content": [INPUT_IMAGE]}]},
+            f"field 'input.0.content.0.type': 'input_image' {TEXT_ONLY}: input_text, output_text, text",
+        ),
+        (
+            "/v1/messages",
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            f"field 'messages.0.content.0.type': 'image' {TEXT_ONLY}: text, tool_result",
+        ),
+        (
+            "/v1/messages",
+            {**CHAT, "messages": [{"role": "user", "content": ["image"]}]},
+            "field 'messages.0.content.0': must be an object whose 'type' is text, tool_result",
+        ),
+        (
+            "/v1/messages",
+            {**CHAT, "messages": [{"role": "tool", "content": "x"}]},
+            "field 'messages.0.role': 'tool' is not supported; roles here: user, assistant, system",
+        ),
+        (
+            "/v1/messages",
+            {**CHAT, "tools": [{"type": "mcp_toolset", "mcp_server_name": "files"}]},
+            "field 'tools.0.type': 'mcp_toolset' is not supported: the server runs no tools; types here: custom",
+        ),
+    ],
+)
+def test_the_kind_of_an_object_is_told_and_the_kinds_that_are_taken(
+    gateway: Gateway, path: str, body: dict[str, Any], message: str
+) -> None:
+    with gateway.http() as http:
+        answer = http.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -187,6 +235,7 @@ def test_stream_options_and_prompt_logprobs_need_the_right_mode(gateway: Gateway
         ([{"content": "x"}], "messages.0.role"),
         ([{"role": "user", "content": "x", "spell": 1}], "messages.0.spell"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": [{"type": 5, "text": "x"}]}], "messages.0.content.0.type"),
         ([{"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages.0.tool_calls"),
         ([{"role": "user", "content": "refuse me"}], "messages"),
         ([{"role": "user", "content": "x" * 10**6}], "messages"),

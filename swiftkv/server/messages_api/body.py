@@ -8,9 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import ConfigDict, Field, PrivateAttr, Tag
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, Tag
 
-from swiftkv.server.fields import INT32_MAX, UNSEEN, Body, Label, Text, Unsupported, told_by
+from swiftkv.server.fields import (
+    INT32_MAX,
+    NO_SERVER_TOOLS,
+    TEXT_ONLY,
+    UNSEEN,
+    Body,
+    Label,
+    OnlyKinds,
+    Text,
+    Unsupported,
+    told_by,
+)
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import ChatBody, ChatMessage, ModelBody, SamplingFields, StopList, TextPart
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
@@ -171,7 +182,7 @@ SystemBlock = Annotated[
 ]
 UserBlock = Annotated[
     Annotated[TextBlockParam, Tag("text block")] | Annotated[ToolResultParam, Tag("tool_result block")],
-    told_by("type", {"text": "text block", "tool_result": "tool_result block"}),
+    told_by("type", {"text": "text block", "tool_result": "tool_result block"}, because=TEXT_ONLY),
 ]
 AssistantBlock = Annotated[
     Annotated[TextBlockParam, Tag("text block")]
@@ -215,10 +226,11 @@ Message = Annotated[
 
 
 class ClientTool(CachedPart):
+    # The first field: of a tool of another type, this error is to be told, and not that it lacks the others.
+    type: Annotated[Literal["custom"] | None, BeforeValidator(OnlyKinds("custom", because=NO_SERVER_TOOLS))] = None
     name: FunctionName
     input_schema: dict[str, Any]
     description: Text | None = None
-    type: Literal["custom"] | None = None
     strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
     eager_input_streaming: bool | None = Field(None, description="Accepted, not used")
     defer_loading: bool | None = Field(None, description="Accepted, not used")

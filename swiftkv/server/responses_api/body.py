@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from msgspec import Raw
-from pydantic import ConfigDict, Field, PrivateAttr, Tag
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, Tag
 
-from swiftkv.server.fields import INT32_MAX, UNSEEN, Body, Label, Text, Unsupported, told_by
+from swiftkv.server.fields import INT32_MAX, TEXT_ONLY, UNSEEN, Body, Label, OnlyKinds, Text, Unsupported, told_by
 from swiftkv.server.price import LIMITS
 from swiftkv.server.protocol import (
     RETENTION,
@@ -51,10 +51,11 @@ FIELD_OF_CHAT = {
 """The names that a chat's fields have here, for errors that are found in the chat."""
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+_ONLY_TEXTS = OnlyKinds("input_text", "output_text", "text", because=TEXT_ONLY)
 
 
 class InputText(Body):
-    type: Literal["input_text", "output_text", "text"]
+    type: Annotated[Literal["input_text", "output_text", "text"], BeforeValidator(_ONLY_TEXTS)]
     text: Text
     annotations: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)
     logprobs: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, Tag
 
-from swiftkv.server.fields import Body, Text, told_by
+from swiftkv.server.fields import NO_SERVER_TOOLS, Body, Text, told_by
 from swiftkv.server.price import LIMITS
 from swiftkv.server.tools import FunctionDefinition, FunctionName, Tool
 
@@ -115,7 +115,9 @@ AnyTool = Annotated[
     | Annotated[NamespaceTool, Tag("namespace of tools")]
     | Annotated[HostedTool, Tag("hosted tool")],
     told_by(
-        "type", {**_KINDS, "namespace": "namespace of tools", **dict.fromkeys(get_args(HostedType), "hosted tool")}
+        "type",
+        {**_KINDS, "namespace": "namespace of tools", **dict.fromkeys(get_args(HostedType), "hosted tool")},
+        because=NO_SERVER_TOOLS,
     ),
 ]
 AnyTools = Annotated[list[AnyTool], Field(fail_fast=True, max_length=LIMITS.tools)]
