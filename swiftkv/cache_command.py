@@ -21,6 +21,7 @@ from swiftkv.admin_client import (
     admin_path,
     ask_admin,
 )
+from swiftkv.units import DURATION_PATTERN
 
 cache_app = typer.Typer(help="See what prompts find in the cache, pin prompts, and empty it.", no_args_is_help=True)
 
@@ -104,6 +105,9 @@ def cache_pin(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Keep the blocks that a model's pool has of a prompt: that of a recent REQUEST, or one in a file."""
+    if re.fullmatch(DURATION_PATTERN, time_to_live) is None:
+        print("swiftkv: --for: write a duration such as 90s, 30m or 24h", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE)
     body = None
     if request is not None and prompt is None and model is None:
         path = admin_path("cache", "requests", request, "pin")

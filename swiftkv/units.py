@@ -12,6 +12,8 @@ import msgspec
 
 _SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+DURATION_PATTERN = "^[0-9]{1,6}(ms|s|m|h)$"
+"""A duration in the queries of `/admin`: a whole number with a unit."""
 _NUMBER_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]+)")
 
 

@@ -19,10 +19,10 @@ from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
 from swiftkv.server.node_views import ModelChange, ModelFiles, ModelFilesList, ModelStart, Sleeping, StorageOverview
 from swiftkv.server.overview import Overviews
-from swiftkv.server.parameters import DURATION_PATTERN, no_unknown_parameters
+from swiftkv.server.parameters import no_unknown_parameters
 from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
 from swiftkv.server.streaming import json_response
-from swiftkv.units import parse_duration
+from swiftkv.units import DURATION_PATTERN, parse_duration
 
 Name = Annotated[str, Path(description="Name of the model")]
 DryRun = Annotated[

@@ -24,11 +24,11 @@ from swiftkv.server.documented import BODY_ERRORS, documented
 from swiftkv.server.errors import ApiError
 from swiftkv.server.middleware import ADMIN_PATH
 from swiftkv.server.models import ModelTable
-from swiftkv.server.parameters import DURATION_PATTERN, no_unknown_parameters
+from swiftkv.server.parameters import no_unknown_parameters
 from swiftkv.server.protocol import PinBody
 from swiftkv.server.streaming import json_response
 from swiftkv.server.token_routes import prompt_ids
-from swiftkv.units import parse_duration
+from swiftkv.units import DURATION_PATTERN, parse_duration
 
 _PREFIX = f"{ADMIN_PATH}/cache"
 

@@ -25,14 +25,14 @@ from swiftkv.server.fields import (
     Text,
     Unsupported,
 )
-from swiftkv.server.parameters import DURATION_PATTERN, SHOWN_CHARS
+from swiftkv.server.parameters import SHOWN_CHARS
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import StructuredFields
 from swiftkv.server.templating import ReasoningEffort, TemplateFields
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import ToolCallMessages, ToolFields
 from swiftkv.server.truncation import TruncationFields
-from swiftkv.units import Budget, parse_budget
+from swiftkv.units import DURATION_PATTERN, Budget, parse_budget
 
 MAX_TEMPERATURE = 100  # beyond it all tokens are equally likely, and far beyond it float32 overflows
 INT64_MAX = 2**63 - 1

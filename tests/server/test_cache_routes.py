@@ -168,6 +168,13 @@ def test_a_pin_of_two_things_or_none(own_gateway: Gateway, arguments: tuple[str,
     assert "name either a request, or a model and a prompt" in refused.stderr
 
 
+@pytest.mark.parametrize("time_to_live", ["1", "long", "1.5h", "90s&ttl=1h"])
+def test_a_time_that_is_no_duration_is_named_as_it_was_written(own_gateway: Gateway, time_to_live: str) -> None:
+    refused = run(own_gateway, "pin", "one", "--for", time_to_live)
+    assert refused.exit_code == 2
+    assert refused.stderr == "swiftkv: --for: write a duration such as 90s, 30m or 24h\n"
+
+
 def test_a_file_that_cannot_be_read(own_gateway: Gateway, tmp_path: Path) -> None:
     refused = run(own_gateway, "pin", "--model", "code", "--prompt", str(tmp_path / "none"))
     assert refused.exit_code == 2
