@@ -74,8 +74,6 @@ def cache_why(
 
 
 def _checked_duration(text: str) -> str:
-    from swiftkv.server.parameters import DURATION_PATTERN
-
     if not re.fullmatch(DURATION_PATTERN, text):
         raise typer.BadParameter(f"{text!r} is not a duration such as 90s, 30m or 24h")
     return text
@@ -105,9 +103,6 @@ def cache_pin(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
     """Keep the blocks that a model's pool has of a prompt: that of a recent REQUEST, or one in a file."""
-    if re.fullmatch(DURATION_PATTERN, time_to_live) is None:
-        print("swiftkv: --for: write a duration such as 90s, 30m or 24h", file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE)
     body = None
     if request is not None and prompt is None and model is None:
         path = admin_path("cache", "requests", request, "pin")

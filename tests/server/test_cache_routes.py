@@ -75,12 +75,6 @@ def test_an_id_may_have_slashes(own_gateway: Gateway) -> None:
         assert http.get("/admin/cache/requests/team/pin").headers["allow"] == "POST"
 
 
-def test_a_duration_that_is_none_is_a_mistake_in_the_flag(own_gateway: Gateway) -> None:
-    refused = run(own_gateway, "pin", "anything", "--for", "1")
-    assert refused.exit_code == 2
-    assert "'--for': '1' is not a duration such as 90s, 30m or 24h" in refused.stderr
-
-
 def test_a_request_that_is_not_known(own_gateway: Gateway) -> None:
     with own_gateway.admin() as http:
         answer = http.get("/admin/cache/requests/nobody")
@@ -172,7 +166,7 @@ def test_a_pin_of_two_things_or_none(own_gateway: Gateway, arguments: tuple[str,
 def test_a_time_that_is_no_duration_is_named_as_it_was_written(own_gateway: Gateway, time_to_live: str) -> None:
     refused = run(own_gateway, "pin", "one", "--for", time_to_live)
     assert refused.exit_code == 2
-    assert refused.stderr == "swiftkv: --for: write a duration such as 90s, 30m or 24h\n"
+    assert f"'--for': '{time_to_live}' is not a duration such as 90s, 30m or 24h" in refused.stderr
 
 
 def test_a_file_that_cannot_be_read(own_gateway: Gateway, tmp_path: Path) -> None:
