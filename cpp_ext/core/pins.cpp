@@ -1,6 +1,7 @@
 #include "pins.h"
 
 #include <algorithm>
+#include <set>
 
 #include "../common/check.h"
 
@@ -14,20 +15,22 @@ PinOutcome Pins::add(PinId id, std::span<const BlockKey> keys, double max_share)
     ensure(!contains(id), "a pin has a number of its own");
     Pin& pin = pins_.emplace_back(id, std::vector<BlockKey>(), cache_.make_table());
     const int length = cache_.acquire_local_prefix(pin.table, keys);
+    pin.keys.assign(keys.begin(), keys.begin() + length);
+    count(pin, 1);
     const double share_with_it = share();
     if (length == 0 || share_with_it > max_share) {
+        count(pin, -1);
         cache_.put_back(pin.table);
         pins_.pop_back();
         return {length, share_with_it, false};
     }
-    pin.keys.assign(keys.begin(), keys.begin() + length);
     return {length, share_with_it, true};
 }
 
 bool Pins::remove(PinId id) {
     const auto found = std::find_if(pins_.begin(), pins_.end(), [&](const Pin& pin) { return pin.id == id; });
     if (found == pins_.end()) return false;
-    cache_.release(found->table);
+    let_go(*found);
     pins_.erase(found);
     return true;
 }
@@ -35,7 +38,7 @@ bool Pins::remove(PinId id) {
 bool Pins::give_way() {
     if (pins_.empty()) return false;
     lost_.push_back(pins_.front().id);
-    cache_.release(pins_.front().table);
+    let_go(pins_.front());
     pins_.pop_front();
     return true;
 }
@@ -44,7 +47,7 @@ void Pins::drop_broken() {
     std::erase_if(pins_, [&](Pin& pin) {
         if (cache_.is_indexed(pin.table)) return false;
         lost_.push_back(pin.id);
-        cache_.release(pin.table);
+        let_go(pin);
         return true;
     });
 }
@@ -55,14 +58,19 @@ std::vector<BlockTable*> Pins::tables() {
     return tables;
 }
 
-int Pins::num_blocks(int g) const {
-    std::vector<int32_t> held;
-    for (const Pin& pin : pins_) {
-        const BlockTable::Group& table = pin.table.groups[g];
-        held.insert(held.end(), table.entries.begin() + table.first, table.entries.end());
+void Pins::let_go(Pin& pin) {
+    count(pin, -1);
+    cache_.release(pin.table);
+}
+
+void Pins::count(const Pin& pin, int by) {
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        for (size_t i = pin.table.groups[g].first; i < pin.keys.size(); ++i) {
+            const auto held = num_holders_[g].try_emplace(pin.keys[i]).first;
+            held->second += by;
+            if (held->second == 0) num_holders_[g].erase(held);
+        }
     }
-    std::sort(held.begin(), held.end());
-    return static_cast<int>(std::unique(held.begin(), held.end()) - held.begin());
 }
 
 double Pins::share() const {
@@ -82,6 +90,14 @@ void Pins::check(std::vector<const BlockTable*>& tables, std::vector<const std::
         check_that(cache_.borrowed_blocks(pin.table).empty(), "what is pinned lies in the local pool");
         for (const BlockTable::Group& held : pin.table.groups)
             check_that(held.entries.size() == pin.keys.size(), "a pin holds what it keeps");
+    }
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        std::set<int32_t> held;
+        for (const Pin& pin : pins_) {
+            const BlockTable::Group& table = pin.table.groups[g];
+            held.insert(table.entries.begin() + table.first, table.entries.end());
+        }
+        check_that(std::ssize(held) == num_blocks(g), "what pins hold is counted");
     }
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -26,7 +27,7 @@ struct PinOutcome {
 // layer-stream cache. Requests go before pins: a request that could run if it were alone never waits for a pin to end.
 class Pins {
   public:
-    explicit Pins(KvCache& cache) : cache_(cache) {}
+    explicit Pins(KvCache& cache) : cache_(cache), num_holders_(cache.num_groups()) {}
 
     bool contains(PinId id) const;
     // Holds the longest usable prefix of `keys` whose blocks are in the local pool, unless there is none, or pins would
@@ -44,7 +45,7 @@ class Pins {
     // The tables of all pins.
     std::vector<BlockTable*> tables();
     // The number of the group's blocks that pins hold; a block that several pins hold counts once.
-    int num_blocks(int group) const;
+    int num_blocks(int group) const { return static_cast<int>(num_holders_[group].size()); }
     // Adds the pins' tables and keys to those of requests, for KvCache::check. Throws std::runtime_error unless every
     // pin has its blocks in the local pool and in the prefix index.
     void check(std::vector<const BlockTable*>& tables, std::vector<const std::vector<BlockKey>*>& keys) const;
@@ -55,10 +56,18 @@ class Pins {
         std::vector<BlockKey> keys;  // of the blocks that it holds
         BlockTable table;
     };
+    struct KeyHash {
+        size_t operator()(const BlockKey& key) const { return key[0]; }  // a key is a hash already
+    };
+    // Counts what a pin holds, or with -1 no longer.
+    void count(const Pin& pin, int by);
+    void let_go(Pin& pin);
     double share() const;
 
     KvCache& cache_;
     std::deque<Pin> pins_;  // the oldest first
+    // How many pins hold the block of a key, per group. The key stays the same when the block moves.
+    std::vector<std::unordered_map<BlockKey, int, KeyHash>> num_holders_;
     std::vector<PinId> lost_;
 };
 

@@ -595,6 +595,7 @@ class Engine:
             assert stats.num_preemptions_total == naive.num_preemptions
             assert stats.num_displaced_total == naive.num_displaced
             assert self.scheduler.num_dropped_offers() == naive.num_dropped
+            assert [g.pinned for g in stats.groups] == naive.num_pinned([*naive.pins.values()])
             for g, pool in zip(stats.groups, naive.pools, strict=True):
                 assert g.cached == len(pool.evictable())
                 assert g.in_flight == pool.num_in_flight()

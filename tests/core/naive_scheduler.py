@@ -433,8 +433,12 @@ class NaiveScheduler:
         return length, True
 
     def share_of_pins(self, pins: list[list[list[Prefix | None]]]) -> float:
-        blocks = [{prefix for tables in pins for prefix in tables[g]} - {None} for g in range(len(self.pools))]
-        return max(len(held) / pool.num_blocks for held, pool in zip(blocks, self.pools, strict=True))
+        held = self.num_pinned(pins)
+        return max(count / pool.num_blocks for count, pool in zip(held, self.pools, strict=True))
+
+    def num_pinned(self, pins: Sequence[list[list[Prefix | None]]]) -> list[int]:
+        """Return how many blocks pins hold, per group."""
+        return [len({prefix for tables in pins for prefix in tables[g]} - {None}) for g in range(len(self.pools))]
 
     def unpin(self, pin_id: int) -> bool:
         tables = self.pins.pop(pin_id, None)

@@ -68,6 +68,27 @@ def test_pins_take_no_more_than_their_share_and_a_shared_block_counts_once() -> 
     engine.check()
 
 
+def test_a_block_is_pinned_until_the_last_pin_that_holds_it_ends() -> None:
+    engine = Engine(Setup(((1, 16, 0), (1, 16, 8)), SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64))
+    shared = prompt(12, 1)
+    pins = []
+    for i, own in enumerate((5, 9)):
+        run(engine, i, [*shared, *prompt(own, i + 2)])
+        pins.append(engine.pin(b"", [*shared, *prompt(own, i + 2)], max_share=1.0))
+
+    def pinned() -> list[int]:
+        return [group.pinned for group in engine.scheduler.stats().groups]
+
+    assert pinned() == [6, 4]  # of the window two blocks each
+    assert engine.pin(b"", shared, max_share=0.1) is None
+    assert pinned() == [6, 4]
+    for pin_id, left in zip(pins, ([5, 2], [0, 0]), strict=True):
+        assert pin_id is not None
+        engine.unpin(pin_id)
+        assert pinned() == left
+        engine.check()
+
+
 def test_nothing_is_pinned_of_what_is_not_here() -> None:
     engine = Engine(SETUP)
     run(engine, 1, prompt(13, 1))

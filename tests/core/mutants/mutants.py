@@ -98,7 +98,20 @@ MUTANTS = [
         "return is_local(g, block);",
     ),
     one("a pin beyond the share is kept", PINS, "length == 0 || share_with_it > max_share", "length == 0"),
-    one("a block that two pins hold counts twice", PINS, "std::unique(held.begin(), held.end())", "held.end()"),
+    one(
+        "a block that two pins hold counts twice",
+        "core/pins.h",
+        "{ return static_cast<int>(num_holders_[group].size()); }",
+        "{\n        int sum = 0;\n        for (const auto& [key, count] : num_holders_[group]) sum += count;\n"
+        "        return sum;\n    }",
+    ),
+    one("a block that one of two pins leaves is not pinned", PINS, "if (held->second == 0)", "if (by < 0)"),
+    one(
+        "what a pin held counts when it has ended",
+        PINS,
+        "    count(pin, -1);\n    cache_.release",
+        "    cache_.release",
+    ),
     one(
         "a request that is alone waits for the end of a pin",
         BUILDER,
