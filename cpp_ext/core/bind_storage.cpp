@@ -91,7 +91,11 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
     scheduler
         .def(
             "set_write_policy",
-            [](Scheduler& self, const std::string& policy) { self.set_write_policy(write_policy_named(policy)); },
+            [](Scheduler& self, const std::string& name) {
+                const WritePolicy policy = write_policy_named(name);
+                nb::gil_scoped_release released;
+                self.set_write_policy(policy);
+            },
             "write_policy"_a)
         .def("take_offers", &take_offers, "max_blocks"_a)
         .def("end_copying", &Scheduler::end_copying, unlocked)

@@ -431,6 +431,7 @@ class KvCache {
     void offer_hit(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
     void offer_match(std::span<const NodeId> path, std::span<const BlockKey> keys, int length);
     void offer_all();
+    void offer_groups(NodeId node);
     void offer_next_to_go(int max_blocks);
     int num_near_eviction(int group) const;
     void offer_what_goes_with(int group, NodeId node);

@@ -34,11 +34,13 @@ void KvCache::offer_all() {
             nodes.push_back(groups_[g].pool.node(block));
             return true;
         });
-        for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_what_goes_with(g, *it);
+        for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_groups(*it);
     }
-    index_.for_each([&](NodeId node) {
-        for (int g = 0; g < num_groups(); ++g) offer(g, node);
-    });
+    index_.for_each([&](NodeId node) { offer_groups(node); });
+}
+
+void KvCache::offer_groups(NodeId node) {
+    for (int g = 0; g < num_groups(); ++g) offer(g, node);
 }
 
 // Offers the blocks that are evicted next, until `max_blocks` offers wait: so many that a part of the pool can be taken

@@ -244,6 +244,17 @@ def test_the_rest_is_offered_from_the_begin_of_what_was_used_last(setup: Setup) 
     assert [run_from_storage(e, 3 + i, [*prompt(17, i), 1]) for i in range(2)] == [16, 16]
 
 
+def test_the_rest_is_of_use_after_a_part_of_it() -> None:
+    """The blocks of a window go down beside those of the other group."""
+    e = StorageEngine(HYBRID, "never")
+    run(e, 1, prompt(17))
+    run(e, 2, prompt(17, 1))
+    e.scheduler.set_write_policy("write_through")
+    assert e.store(7) == 7  # four, and three of the window
+    e.reset_prefix_cache()
+    assert run_from_storage(e, 3, [*prompt(17, 1), 1]) == 16
+
+
 @pytest.mark.parametrize("setup", [DENSE, HYBRID], ids=["dense", "hybrid"])
 def test_what_was_forgotten_comes_back(setup: Setup) -> None:
     e = StorageEngine(setup)

@@ -183,8 +183,14 @@ MUTANTS = [
     one(
         "the rest is offered from the end of what was used first",
         CACHE_STORAGE,
-        "for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_what_goes_with(g, *it);",
-        "for (NodeId node : nodes) offer_what_goes_with(g, node);",
+        "for (auto it = nodes.rbegin(); it != nodes.rend(); ++it) offer_groups(*it);",
+        "for (NodeId node : nodes) offer_groups(node);",
+    ),
+    one(
+        "of the rest, windows are offered last",
+        CACHE_STORAGE,
+        "it != nodes.rend(); ++it) offer_groups(*it);",
+        "it != nodes.rend(); ++it) offer(g, *it);",
     ),
     # The front of a prompt is computed while storage loads its back.
     one(
