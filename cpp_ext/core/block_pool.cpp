@@ -68,6 +68,7 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
 void BlockPool::move_to(BlockId block, BlockState state) {
     Record& moved = record(block);
     if (moved.state == state) return;
+    ++num_moves_;
     const int where = static_cast<int>(place(block));
     if (moved.state == BlockState::kFree) free_[where].erase(block - first_of(static_cast<Place>(where)));
     if (moved.state == BlockState::kCached) {

@@ -58,6 +58,8 @@ class BlockPool {
 
     // A number that grows whenever an allocation may succeed that failed before.
     int64_t num_room_changes() const { return num_room_changes_; }
+    // Grows whenever a block changes its state, or an extent ceases to be held or kept.
+    int64_t num_moves() const { return num_moves_; }
 
     // The number of blocks in a state, over all places whose blocks are staged.
     int count_staged(BlockState state) const {
@@ -330,6 +332,7 @@ class BlockPool {
     std::array<std::array<int, kNumBlockStates>, kNumPlaces> counts_{};
     std::vector<BlockId> busy_;
     int64_t num_room_changes_ = 0;
+    int64_t num_moves_ = 0;
     int64_t num_begun_ = 0, num_settled_ = 0;  // steps
     uint32_t num_cachings_ = 0;                // the clock of `cached_at` if there is no house; may wrap
     Tenancy tenancy_;

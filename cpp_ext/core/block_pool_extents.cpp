@@ -46,6 +46,7 @@ void BlockPool::settle_kept_extents() {
         num_open_ += is_open(kept.extent);
         last_of_oldest_open_ = kNone;
         ++num_room_changes_;
+        ++num_moves_;
         if (is_empty(kept.extent)) leave(kept.extent);
         return true;
     });
@@ -233,6 +234,7 @@ void BlockPool::recall(int borrow_link, int extent) noexcept {
     ensure(link.tenure[extent] == Tenure::kHeld, "what is recalled is held");
     link.tenure[extent] = Tenure::kRecalled;
     num_held_blocks_ -= link.link.blocks_per_extent;
+    ++num_moves_;
     num_draining_ += link.num_present[extent];
     const BlockId first = link.first + extent * link.link.blocks_per_extent;
     for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
@@ -244,6 +246,7 @@ void BlockPool::recall(int borrow_link, int extent) noexcept {
 void BlockPool::lose(int borrow_link) noexcept {
     BorrowLink& link = borrow_links_[borrow_link];
     link.returned.clear();
+    ++num_moves_;
     for (int extent = 0; extent < link.link.num_extents; ++extent) {
         Tenure& tenure = link.tenure[extent];
         if (tenure == Tenure::kHeld) num_held_blocks_ -= link.link.blocks_per_extent;

@@ -440,8 +440,11 @@ class KvCache {
     bool is_lost_unstored(int group, NodeId node) const;
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
-    std::vector<LoadingBlock> hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
+    std::vector<LoadingBlock> missing_from(std::span<const BlockKey> keys, int first) const;
+    void hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
     bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;
+    bool is_known_to_lack_room(std::span<const int> wanted, std::span<const std::span<const BlockKey>> kept) const;
+    int64_t num_moves() const;
     void load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted);
     int64_t local_offset_bytes(int group, BlockId local) const;
     bool is_local(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
@@ -467,8 +470,15 @@ class KvCache {
     Offers offers_;
     KvEventLog events_;
     Evictions evictions_;
-    int num_steps_ = 0;         // that are begun and not settled
-    std::vector<NodeId> path_;  // scratch of acquire_prefix
+    // Blocks for which there was no room, as nothing was to be evicted of the prefixes that end with the keys `kept`.
+    struct NoRoom {
+        int64_t num_moves;
+        std::vector<int> wanted;
+        std::vector<BlockKey> kept;
+    };
+    std::optional<NoRoom> no_room_;  // of the load that was refused last
+    int num_steps_ = 0;              // that are begun and not settled
+    std::vector<NodeId> path_;       // scratch of acquire_prefix
 };
 
 }  // namespace swiftkv

@@ -208,49 +208,86 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
 }
 
 // Holds the blocks of the prefix that are here meanwhile, so that they are not evicted for the missing ones, and are
-// the last to be evicted afterwards. Does the same with the prefixes `kept` if blocks have to be evicted.
+// the last to be evicted afterwards. Does the same with the prefixes `kept` if blocks have to be evicted. As these are
+// many, the cache remembers that there was no room beside them.
 std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
                                               std::span<const std::span<const BlockKey>> kept) {
-    std::vector<std::pair<int, BlockId>> held;
-    std::vector<LoadingBlock> loading = hold_present(keys, held);
-    std::erase_if(loading, [&](const LoadingBlock& load) { return load.index < first; });
+    std::vector<LoadingBlock> loading = missing_from(keys, first);
     std::vector<int> needed(groups_.size(), 0);
     for (const LoadingBlock& load : loading) ++needed[load.group];
     std::vector<int> wanted = needed;
     for (int g = 0; g < num_groups(); ++g) wanted[g] += wanted[g] > 0 ? spare.of(spec(g)) : 0;
-    bool has_room = has_room_to_load(wanted, false);
-    if (!has_room && may_evict) {
-        for (std::span<const BlockKey> prefix : kept) hold_present(prefix, held);
-        has_room = has_room_to_load(wanted, true);
-    }
+    const auto let_go_of = [&](const std::vector<std::pair<int, BlockId>>& blocks, auto let_go) {
+        for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) (groups_[it->first].pool.*let_go)(it->second);
+    };
+    const bool must_evict = !has_room_to_load(wanted, false);
+    if (must_evict && (!may_evict || !has_room_to_load(wanted, true) || is_known_to_lack_room(wanted, kept))) return {};
+    std::vector<std::pair<int, BlockId>> held_of_kept, held;
+    if (must_evict)
+        for (std::span<const BlockKey> prefix : kept) hold_present(prefix, held_of_kept);
+    const bool has_room_beside_kept = has_room_to_load(wanted, must_evict);
+    if (has_room_beside_kept) hold_present(keys, held);
+    const bool has_room = has_room_beside_kept && has_room_to_load(wanted, must_evict);
     if (has_room) {
         if (house_) enter_missing(needed, wanted);
         for (LoadingBlock& load : loading) load_into(load, keys[load.index], wanted);
         if (has_windows_ && !loading.empty()) keep_boundary(keys, static_cast<int>(keys.size()), Worth::kKept);
+        let_go_of(held_of_kept, &BlockPool::drop_ref);
+        let_go_of(held, &BlockPool::drop_ref);
+        return loading;
     }
-    for (auto it = held.rbegin(); it != held.rend(); ++it) groups_[it->first].pool.drop_ref(it->second);
-    if (!has_room) loading.clear();
-    return loading;
+    let_go_of(held, &BlockPool::undo_ref);
+    let_go_of(held_of_kept, &BlockPool::undo_ref);
+    if (!has_room_beside_kept) {
+        no_room_ = {num_moves(), std::move(wanted), {}};
+        for (std::span<const BlockKey> prefix : kept) no_room_->kept.push_back(prefix.back());
+    }
+    return {};
 }
 
-// Holds the blocks that a prefix needs and that are here, and returns those that are missing.
-std::vector<LoadingBlock> KvCache::hold_present(std::span<const BlockKey> keys,
-                                                std::vector<std::pair<int, BlockId>>& held) {
+// Returns the blocks that a prefix needs from block `first` on and that are missing.
+std::vector<LoadingBlock> KvCache::missing_from(std::span<const BlockKey> keys, int first) const {
     const int length = static_cast<int>(keys.size());
     std::vector<LoadingBlock> missing;
+    for (int g = 0; g < num_groups(); ++g) {
+        for (int i = std::max(first, first_of_match(g, length)); i < length; ++i) {
+            const NodeId node = index_.find(keys[i]);
+            if (node == kNone || index_.block(node, g) == kNone) missing.push_back({i, g, kNone, 0});
+        }
+    }
+    return missing;
+}
+
+// Holds the blocks that a prefix needs and that are here.
+void KvCache::hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held) {
+    const int length = static_cast<int>(keys.size());
     for (int g = 0; g < num_groups(); ++g) {
         for (int i = first_of_match(g, length); i < length; ++i) {
             const NodeId node = index_.find(keys[i]);
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
-            if (block == kNone) {
-                missing.push_back({i, g, kNone, 0});
-            } else if (groups_[g].pool.state(block) != BlockState::kLoading) {
-                groups_[g].pool.add_ref(block);
-                held.emplace_back(g, block);
-            }
+            if (block == kNone || groups_[g].pool.state(block) == BlockState::kLoading) continue;
+            groups_[g].pool.add_ref(block);
+            held.emplace_back(g, block);
         }
     }
-    return missing;
+}
+
+// Whether there is no room for so many blocks or more if nothing of `kept` may be evicted: there was none for as many
+// or fewer beside some of these prefixes, and no block has changed since.
+bool KvCache::is_known_to_lack_room(std::span<const int> wanted,
+                                    std::span<const std::span<const BlockKey>> kept) const {
+    if (!no_room_ || no_room_->num_moves != num_moves()) return false;
+    if (!std::equal(wanted.begin(), wanted.end(), no_room_->wanted.begin(), std::greater_equal<>())) return false;
+    auto next = no_room_->kept.begin();  // both are in the order of the requests
+    for (std::span<const BlockKey> prefix : kept)
+        if (next != no_room_->kept.end() && prefix.back() == *next) ++next;
+    return next == no_room_->kept.end();
+}
+
+int64_t KvCache::num_moves() const {
+    int64_t num_moves = 0;
+    for (const Group& group : groups_) num_moves += group.pool.num_moves();
+    return num_moves;
 }
 
 bool KvCache::has_room_to_load(std::span<const int> wanted, bool may_evict) const {

@@ -351,6 +351,25 @@ def test_without_room_nothing_is_loaded_and_nothing_is_forgotten() -> None:
     e.drain()
 
 
+def test_without_room_nothing_is_evicted_later_than_before() -> None:
+    """The begin of a prompt whose end is wanted stays the oldest that is here."""
+    e = StorageEngine(DENSE)
+    run(e, 1, prompt(21))
+    e.reset_prefix_cache()
+    run(e, 2, prompt(9))
+    run(e, 3, prompt(9, 1))
+    e.add(4, prompt(40, 2), 6)
+    e.step()
+    e.step()
+    e.add_held(5, prompt(21))
+    assert e.begin_load(5) is None  # three blocks, and one for who runs; without what it found three are left
+    run(e, 6, prompt(9, 3))
+    assert keys_here(e) >= {*keys_of(prompt(9, 1), 0, 1)}
+    e.check()
+    e.abort(5)
+    e.drain()
+
+
 def brought(setup: Setup) -> StorageEngine:
     """Return an engine that has loaded half a pool for request 2, and has no room for as much for request 3."""
     e = StorageEngine(setup)
@@ -393,6 +412,33 @@ def test_a_load_does_not_evict_what_another_has_brought(setup: Setup) -> None:
 def test_what_was_brought_for_a_request_that_has_gone_makes_room(setup: Setup) -> None:
     e = brought(setup)
     e.abort(2)
+    assert e.begin_load(3) is not None
+    e.drain()
+
+
+def test_a_smaller_load_begins_behind_one_without_room() -> None:
+    e = brought(DENSE)
+    assert e.begin_load(3) is None
+    e.add_held(4, prompt(33, 3)[:13], 1)
+    assert e.begin_load(4) is not None
+    e.drain()
+
+
+def test_a_load_begins_in_room_that_a_pin_has_left() -> None:
+    e = StorageEngine(DENSE)
+    for request_id in (2, 3):
+        run(e, 100 + request_id, prompt(33, request_id))
+    e.reset_prefix_cache()
+    run(e, 1, prompt(9, 1))
+    pin_id = e.pin(b"", prompt(9, 1), 1.0)
+    assert pin_id is not None
+    for request_id in (2, 3):
+        e.add_held(request_id, prompt(33, request_id), 1)
+    transfer = e.begin_load(2)
+    assert transfer is not None
+    e.read(transfer, len(transfer.blocks))
+    assert [e.begin_load(3) for _ in range(2)] == [None, None]
+    e.unpin(pin_id)
     assert e.begin_load(3) is not None
     e.drain()
 

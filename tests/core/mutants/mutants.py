@@ -192,6 +192,31 @@ MUTANTS = [
         "it != nodes.rend(); ++it) offer_groups(*it);",
         "it != nodes.rend(); ++it) offer(g, *it);",
     ),
+    # Loads without room.
+    one(
+        "a load without room makes what it found the last to be evicted",
+        CACHE_STORAGE,
+        "    let_go_of(held, &BlockPool::undo_ref);",
+        "    let_go_of(held, &BlockPool::drop_ref);",
+    ),
+    one(
+        "a load is refused after a larger one",
+        CACHE_STORAGE,
+        "no_room_->wanted.begin(), std::greater_equal<>())",
+        "no_room_->wanted.begin(), [](int, int) { return true; })",
+    ),
+    one(
+        "a load is refused beside what is kept no longer",
+        CACHE_STORAGE,
+        "    return next == no_room_->kept.end();",
+        "    return true;",
+    ),
+    one(
+        "a load is refused when blocks have been let go",
+        CACHE_STORAGE,
+        "!no_room_ || no_room_->num_moves != num_moves()",
+        "!no_room_",
+    ),
     # The front of a prompt is computed while storage loads its back.
     one(
         "a request goes on behind a back that is still loading",
