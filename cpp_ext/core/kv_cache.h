@@ -5,7 +5,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -167,7 +166,7 @@ class KvCache {
     // kNone if all of them do not suffice. Each that lets go lessens `spare` by one. Blocks may have to move: see
     // compact().
     int releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
-                        std::span<const BlockTable* const> tables) const;
+                        std::span<const BlockTable* const> tables);
     // Whether extend() would find the room that it lacks if nothing were loading. Blocks may have to move; see
     // compact().
     bool is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const;
@@ -334,6 +333,7 @@ class KvCache {
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
         std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
+        std::vector<int> num_gone = {};            // scratch of releases_needed(), by block: 0 before and after it
     };
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
     // `is_there(group, block)` returns whether a block that the index has may be used.
@@ -343,7 +343,8 @@ class KvCache {
     void hold_match(BlockTable& table, int length);
     bool find_path(std::span<const BlockKey> keys);
     void set_worths(std::span<const NodeId> nodes);
-    Gain gain_of(int group, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const;
+    std::vector<Gain> most_gains(std::span<const BlockTable* const> tables) const;
+    Gain gain_of(int group, const BlockTable& table);
     bool has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
                        int spare) const;
     bool is_short(int group, int needed, int spare, Gain gain) const;

@@ -27,20 +27,41 @@ bool KvCache::is_short(int g, int needed, int spare, Gain gain) const {
 }
 
 int KvCache::releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
-                             std::span<const BlockTable* const> tables) const {
+                             std::span<const BlockTable* const> tables) {
+    const int most = static_cast<int>(tables.size());
+    // The lengths of the tables tell at once where displacement is out of the question.
+    if (!has_room_with(most_gains(tables), table, chunk_end, prompt_end, spare - most)) return kNone;
     std::vector<Gain> gains(groups_.size());
-    std::vector<std::unordered_map<BlockId, int>> num_gone(groups_.size());
+    const auto has_room_without = [&](int count) {
+        return has_room_with(gains, table, chunk_end, prompt_end, spare - count);
+    };
     int count = 0;
-    while (!has_room_with(gains, table, chunk_end, prompt_end, spare - count)) {
-        if (count == static_cast<int>(tables.size())) return kNone;
+    for (; count < most && !has_room_without(count); ++count) {
         for (int g = 0; g < num_groups(); ++g) {
-            const Gain gain = gain_of(g, *tables[count], num_gone[g]);
+            const Gain gain = gain_of(g, *tables[count]);
             gains[g].local += gain.local;
             gains[g].staged += gain.staged;
         }
-        ++count;
     }
-    return count;
+    for (const BlockTable* gone : tables.first(count))
+        for (int g = 0; g < num_groups(); ++g)
+            for (size_t i = gone->groups[g].first; i < gone->groups[g].entries.size(); ++i)
+                groups_[g].num_gone[block_of(g, gone->groups[g].entries[i])] = 0;
+    return has_room_without(count) ? count : kNone;
+}
+
+// Returns no less than tables can leave: each of their blocks counts, wherever it lies and whoever else holds it.
+std::vector<Gain> KvCache::most_gains(std::span<const BlockTable* const> tables) const {
+    std::vector<Gain> gains(groups_.size());
+    for (const BlockTable* table : tables) {
+        for (int g = 0; g < num_groups(); ++g) {
+            const BlockTable::Group& held = table->groups[g];
+            const int num_held = static_cast<int>(held.entries.size()) - held.first;
+            gains[g].local += num_held;
+            if (can_borrow()) gains[g].staged += num_held;
+        }
+    }
+    return gains;
 }
 
 bool KvCache::is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const {
@@ -53,8 +74,10 @@ bool KvCache::is_short_of_loads(const BlockTable& table, int chunk_end, int prom
 
 // Returns the number of blocks that have no holder left once this table and the tables that `num_gone` counts have let
 // go of them. Adds this table to `num_gone`.
-Gain KvCache::gain_of(int g, const BlockTable& table, std::unordered_map<BlockId, int>& num_gone) const {
+Gain KvCache::gain_of(int g, const BlockTable& table) {
     const BlockPool& pool = groups_[g].pool;
+    std::vector<int>& num_gone = groups_[g].num_gone;
+    num_gone.resize(pool.num_ids());
     const BlockTable::Group& held = table.groups[g];
     Gain gain;
     for (size_t i = held.first; i < held.entries.size(); ++i) {

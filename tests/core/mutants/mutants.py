@@ -926,6 +926,12 @@ MUTANTS = [
         "if (++num_gone[block] < pool.refs(block) || pool.is_busy(block)) continue;",
         "if (pool.is_busy(block)) continue;",
     ),
+    one(
+        "what has gone before is gone again",
+        CACHE_ROOM,
+        "gone->groups[g].entries[i])] = 0;",
+        "gone->groups[g].entries[i])];",
+    ),
     one("all leave for one", BUILDER, "    giving_way.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));\n", ""),
     one("requests of a step in progress leave", BUILDER, "r->num_scheduled > tokens_in_step(r)", "r == nullptr"),
     one(
