@@ -127,7 +127,9 @@ void BlockPool::drop_ref(BlockId block) {
 
 void BlockPool::undo_ref(BlockId block) {
     const Record before = record(block);
+    const int64_t num_room_changes = num_room_changes_;
     drop_ref(block);
+    num_room_changes_ = num_room_changes;  // the room is that of before
     if (before.refs > 1 || state(block) != BlockState::kCached) return;
     unlink(block);
     records_[block].cached_at = before.cached_at;

@@ -1,12 +1,14 @@
 // Remembers why a prompt did not fit, so that it need not be matched at every step.
 #pragma once
 
+#include <unordered_map>
+
 #include "kv_cache.h"
 #include "request.h"
 
 namespace swiftkv {
 
-// Remembers the waiting request that was refused last, and the circumstances: while they last it is refused again,
+// Remembers the waiting requests that were refused, and the circumstances: while they last a request is refused again,
 // without a look-up in the prefix cache.
 class Refusal {
   public:
@@ -19,17 +21,20 @@ class Refusal {
     bool still_holds(const Request& request, int num_running, int token_budget) const;
     // Notes that a running request is about to put its first `num_blocks` blocks into the prefix cache.
     void note_commit(const Request& running, int num_blocks);
-    // These forget the refusal: of a request that is about to end, or of any request.
-    void forget(const Request& request);
-    void forget() { request_ = nullptr; }
+    // These forget the refusal of a request that is about to end, or all of them.
+    void forget(const Request& request) { refused_.erase(&request); }
+    void forget() { refused_.clear(); }
 
   private:
+    struct Circumstances {
+        int64_t room_version;
+        int num_running;
+        int token_budget;
+        int short_group;
+    };
+
     const KvCache& cache_;
-    const Request* request_ = nullptr;  // null: none
-    int64_t room_version_ = 0;
-    int num_running_ = 0;
-    int token_budget_ = 0;
-    int short_group_ = kNone;
+    std::unordered_map<const Request*, Circumstances> refused_;
 };
 
 }  // namespace swiftkv

@@ -203,7 +203,7 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     has_refused_ = true;
     cache_.put_back(r.table);
     r.num_computed = 0;
-    refusal_.note(r, roster_.num_running(), token_budget, short_group);
+    if (is_matching_) refusal_.note(r, roster_.num_running(), token_budget, short_group);
 }
 
 // Returns as many of the requests that give way as must leave to make a slot and room for a request, whose table has

@@ -40,6 +40,25 @@ def test_a_blocked_prompt_is_not_matched_again_while_others_only_grow() -> None:
     assert e.scheduler.stats().num_waiting == 1
 
 
+def test_of_several_blocked_prompts_none_is_matched_again() -> None:
+    """The first of them lets the others by for a while. What they find is held for as long as a look takes."""
+    e = engine()
+    document = prompt(20, 0)
+    e.add(1, [*document, *prompt(20, 1)], max_tokens=20)
+    e.step()
+    for request_id in (2, 3, 4):
+        e.add(request_id, [*document, *prompt(20, request_id)], max_tokens=1)
+    e.step()
+    assert matches(e.scheduler) == 2
+    e.now_s = 1.5
+    for _ in range(4):
+        e.step()
+        assert matches(e.scheduler) == 4
+    e.abort(1)
+    e.drain()
+    assert sorted(e.finished) == [2, 3, 4]
+
+
 def test_blocks_that_leave_a_window_are_no_room_for_a_prompt_that_lacks_others() -> None:
     e = Engine(Setup(((3, 16, 0), (1, 16, 8)), BLOCK, 8, 64, 64))
     e.add(1, prompt(40, 1), max_tokens=20)

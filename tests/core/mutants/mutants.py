@@ -990,6 +990,15 @@ MUTANTS = [
         "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
     ),
     one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
+    one(
+        "one refusal makes another forgotten",
+        REFUSAL,
+        "    refused_.insert_or_assign(&r,",
+        "    refused_.clear();\n    refused_.insert_or_assign(&r,",
+    ),
+    one(
+        "what is put back is new room", POOL, "    num_room_changes_ = num_room_changes;", "    (void)num_room_changes;"
+    ),
     one("room of one group helps another", CACHE_ROOM, "if (group == kNone || group == g) version", "version"),
     one(
         "a refusal outlives a shorter match",
@@ -1000,7 +1009,7 @@ MUTANTS = [
     one(
         "a refusal outlives a step with less room",
         REFUSAL,
-        "(short_group_ != kNone || token_budget == token_budget_)",
+        "(then.short_group != kNone || token_budget == then.token_budget)",
         "true",
     ),
     one(
