@@ -73,12 +73,15 @@ void Scheduler::abort_one(RequestId id) noexcept {
     if (Request* request = roster_.find(id)) end(*request);
 }
 
-std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) const {
+std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) {
     const std::lock_guard lock(mutex_);
     std::vector<RequestId> ids;
-    for (const Request* r : roster_.waiting().all())
-        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s && !policy_.could_hold(*r))
-            ids.push_back(r->id);
+    for (Request* r : roster_.waiting().all()) {
+        if (r->stuck_since_s < 0) continue;
+        // It may wait for a slot now, where no step looks at it.
+        if (policy_.could_hold(*r)) r->stuck_since_s = -1;
+        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
+    }
     return ids;
 }
 

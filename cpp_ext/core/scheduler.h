@@ -60,8 +60,9 @@ class Scheduler {
     StepResult commit(std::span<const TokenId> sampled, double duration_s);
     // Gives up the only step in progress, whose copies failed. Its results do not count.
     void abandon();
-    // Returns requests that have waited longer than `max_wait_s` for room that they would not get even if alone.
-    std::vector<RequestId> starved(double now_s, double max_wait_s) const;
+    // Returns requests that have waited longer than `max_wait_s` for room that they would not have even if alone. Their
+    // wait ends when there is such room, if it is there during a call.
+    std::vector<RequestId> starved(double now_s, double max_wait_s);
 
     // ---- of a lender ----
     // Takes up to `max_extents` extents out of the pool and returns them. Cached blocks in them are forgotten.

@@ -12,13 +12,16 @@ from swiftkv import _core
 from swiftkv._core import GroupSpec, Link, Scheduler
 
 
-def engine(num_blocks: int, num_extents: int, *, enable_chunked_prefill: bool = True) -> LendingEngine:
+def engine(
+    num_blocks: int, num_extents: int, *, enable_chunked_prefill: bool = True, max_num_seqs: int = 3
+) -> LendingEngine:
     """Make an engine whose extents are single blocks and which has lent nothing yet."""
     setup = LendingSetup(
         ((2, num_blocks, 0),),
         (BorrowSetup(0, num_extents, 1),),
         max_num_batched_tokens=8,
         enable_chunked_prefill=enable_chunked_prefill,
+        max_num_seqs=max_num_seqs,
     )
     return LendingEngine(setup, random.Random(0))
 
@@ -90,6 +93,25 @@ def test_whom_room_has_come_for_is_not_starved_although_it_still_queues() -> Non
     assert e.scheduler.starved(e.now_s + 10, 10) == [1]
     e.borrow(0, 16)
     assert e.scheduler.starved(e.now_s + 10, 10) == []
+    e.drain()
+
+
+def test_who_waited_for_a_slot_while_there_was_room_has_not_waited_for_room_meanwhile() -> None:
+    e = engine(num_blocks=6, num_extents=16, max_num_seqs=1)
+    e.add(1, prompt(30, 1), max_tokens=1)
+    assert not e.schedule()
+    e.add(2, prompt(4, 2), max_tokens=4)
+    assert e.schedule()  # the other takes the only slot
+    e.commit()
+    e.borrow(0, 16)
+    assert e.scheduler.starved(e.now_s + 9, 10) == []
+    e.recall(0, 16)
+    while e.schedule():
+        e.commit()
+        e.take_returned()
+        assert e.scheduler.starved(e.now_s + 10, 10) == []
+    assert list(e.outputs) == [2]
+    assert e.scheduler.starved(e.now_s + 10, 10) == [1]
     e.drain()
 
 

@@ -903,6 +903,12 @@ MUTANTS = [
         "r.stuck_since_s = -1;",
     ),
     one(
+        "who has waited for a slot has waited for room",
+        SCHEDULER,
+        "        if (policy_.could_hold(*r)) r->stuck_since_s = -1;\n",
+        "        if (policy_.could_hold(*r)) continue;\n",
+    ),
+    one(
         "priorities count where arrival does",
         REQUESTS,
         "limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority",
