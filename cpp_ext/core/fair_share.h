@@ -31,6 +31,8 @@ class FairShare {
     int64_t counter(int flow) const { return flows_[flow].counter; }
 
     void charge_prompt(int flow, int num_tokens) { charge(flow, num_tokens); }
+    // Takes back a part of a charge: so many tokens of a prompt are not computed after all.
+    void refund_prompt(int flow, int num_tokens) { charge(flow, -num_tokens); }
     void charge_answer(int flow, int num_tokens) { charge(flow, kAnswerWeight * num_tokens); }
     // Notes that a flow begins to wait beside others whose least counter is `least`. It may be behind them by a credit
     // at most: so a flow that sends less than its share now and then does not wait for one that always sends more, but

@@ -352,6 +352,8 @@ std::optional<double> StepBuilder::compute_s(int begin, int end) const {
 void StepBuilder::meet(Request& r) {
     const int end = std::exchange(r.back_end, 0);
     meetings_.push_back({r.id, r.table.num_committed, end});
+    // At admission its flow was charged for all that was not here.
+    if (r.was_admitted) shares_.refund_prompt(r.flow, end * cache_.block_size() - r.num_planned());
     cache_.take_back(r.table, std::span(r.keys).first(end));
     r.num_computed = end * cache_.block_size();
 }

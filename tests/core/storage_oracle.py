@@ -73,9 +73,15 @@ class StorageEngine(Engine):
         self.windows = [window for _, _, window in setup.groups]
 
     def add_held(
-        self, request_id: int, prompt: list[int], max_tokens: int = 4, namespace: bytes = b"", priority: int = 0
+        self,
+        request_id: int,
+        prompt: list[int],
+        max_tokens: int = 4,
+        namespace: bytes = b"",
+        priority: int = 0,
+        flow: int = 0,
     ) -> None:
-        self.add(request_id, prompt, max_tokens, namespace=namespace, priority=priority)
+        self.add(request_id, prompt, max_tokens, namespace=namespace, priority=priority, flow=flow)
         self.scheduler.hold(request_id)
         self.held.add(request_id)
 

@@ -26,9 +26,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
 
-def run(e: StorageEngine, request_id: int, tokens: list[int], max_tokens: int = 1) -> int:
+def run(e: StorageEngine, request_id: int, tokens: list[int], max_tokens: int = 1, flow: int = 0) -> int:
     """Return how many tokens of a request were found here; it runs to its end, and what is on offer is stored."""
-    e.add(request_id, tokens, max_tokens)
+    e.add(request_id, tokens, max_tokens, flow=flow)
     while e.step():
         e.store()
     return e.finished[request_id].cached
@@ -569,6 +569,29 @@ def test_a_front_is_computed_while_its_back_is_loaded(num_read: int) -> None:
     assert chunk(e) == (32, 33)
     assert e.num_met == 1
     assert e.scheduler.stats().prefix_hit_tokens_total == 4 * num_read
+    e.drain()
+
+
+@pytest.mark.parametrize("num_more", [-12, 12])
+def test_a_flow_is_not_charged_for_the_back_that_its_prompt_meets(num_more: int) -> None:
+    """The flow goes first for which fewer tokens were computed."""
+    e = StorageEngine(Setup(((1, 48, 0),), BLOCK, 1, 8, 96, scheduling_policy="fcfs"))
+    run(e, 1, prompt(65))
+    e.reset_prefix_cache()
+    e.add_held(3, prompt(65), 1, flow=1)
+    transfer = e.meet(3, 4)
+    assert transfer is not None
+    e.read(transfer, 12)
+    e.drain()
+    assert e.num_met == 1
+    run(e, 4, prompt(40, 4), flow=1)
+    num_computed = 40 + 17 + 2  # one answer more than the other's
+    run(e, 5, prompt(num_computed + num_more, 5), flow=2)
+    for request_id, flow in ((6, 1), (7, 2)) if num_more < 0 else ((6, 2), (7, 1)):
+        e.add(request_id, prompt(20, request_id), 1, flow=flow)
+    plan = e.schedule()
+    assert plan is not None
+    assert plan.request_ids.tolist() == [7]
     e.drain()
 
 

@@ -950,6 +950,12 @@ MUTANTS = [
     # Shares.
     one("answers cost nothing", SCHEDULER, "    shares_.charge_answer(r.flow, static_cast<int>(i));\n", ""),
     one("prompts cost nothing", BUILDER, "        shares_.charge_prompt(r.flow, r.num_remaining());\n", ""),
+    one(
+        "what storage loads for a prompt in part is charged",
+        BUILDER,
+        "if (r.was_admitted) shares_.refund",
+        "if (false) shares_.refund",
+    ),
     one("weights do not count", SHARES, "num_tokens * flows_[flow].token_cost", "num_tokens * kUnit"),
     one("an idle flow saves up", SHARES, "std::max(flows_[flow].counter, level_ - credit_)", "flows_[flow].counter"),
     one("an idle flow has earned nothing", SHARES, "level_ - credit_)", "level_)"),
