@@ -22,7 +22,6 @@ bool Policy::Order::operator()(const Request* a, const Request* b) const {
 }
 
 bool Policy::is_prefix_coming(const Request& r, Running running) const {
-    if (r.is_held) return true;
     const int max_match = r.skip_prefix_match ? 0 : r.max_match_blocks(limits_.block_size);
     if (cache_.is_loading(std::span(r.keys).first(max_match))) return true;
     return std::any_of(running.begin(), running.end(), [&](const Request* other) {

@@ -25,8 +25,8 @@ class Policy {
         : cache_(cache), limits_(limits), step_time_(step_time) {}
 
     // ---- which request is next ----
-    // Whether the waiting request should wait for a block that it could then take from the cache: the block is loading,
-    // may be in storage, or a running request is about to compute it.
+    // Whether a block that the waiting request could then take from the cache is loading, or a running request is about
+    // to compute one.
     bool is_prefix_coming(const Request& request, Running running) const;
     // Whether the first waiting request that finds no room holds up those after it. The answer changes with time: it
     // holds others up for 1 s, lets them by for 2 s, holds them up for 4 s, and so on. So no request waits for ever,

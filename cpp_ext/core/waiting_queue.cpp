@@ -122,16 +122,22 @@ void WaitingQueue::refresh() {
         while (num_moves < kMaxMoves) {
             const auto lane = lanes_.find(key);
             if (lane == lanes_.end()) break;
-            if (!refresh(**lane->second.begin())) break;
+            Request* first = first_free(lane->second);
+            if (!first || !refresh(*first)) break;
             ++num_moves;
         }
     }
 }
 
+// Returns the first request of a lane from `from` on that is not held; null: there is none.
+Request* WaitingQueue::first_free(const Lane& lane, Lane::const_iterator from) {
+    const auto found = std::find_if(from, lane.end(), [](const Request* r) { return !r->is_held; });
+    return found == lane.end() ? nullptr : *found;
+}
+
 Request* WaitingQueue::behind(Request& r) const {
     const Lane& lane = lanes_.at({r.priority, r.flow, r.lane});
-    const auto next = std::next(lane.find(&r));
-    return next == lane.end() ? nullptr : *next;
+    return first_free(lane, std::next(lane.find(&r)));
 }
 
 std::vector<Request*> WaitingQueue::all() const {
@@ -140,14 +146,15 @@ std::vector<Request*> WaitingQueue::all() const {
     return requests;
 }
 
-void WaitingQueue::Cursor::open_next_priority() {
+// Returns whether there was one.
+bool WaitingQueue::Cursor::open_next_priority() {
     auto it = queue_.lanes_.upper_bound({passed_priority_, kBehindAll, kBehindAll});
-    if (it == queue_.lanes_.end()) return;
+    if (it == queue_.lanes_.end()) return false;
     passed_priority_ = std::get<0>(it->first);
     for (; it != queue_.lanes_.end() && std::get<0>(it->first) == passed_priority_; ++it) {
-        Request* first = *it->second.begin();
-        heads_.push_back({queue_.order_.urgency(*first, now_s_), first});
+        if (Request* first = first_free(it->second)) heads_.push_back({queue_.order_.urgency(*first, now_s_), first});
     }
+    return true;
 }
 
 bool WaitingQueue::Cursor::goes_before(const Head& a, const Head& b) const {
@@ -163,8 +170,9 @@ int64_t WaitingQueue::Cursor::least_counter() const {
 }
 
 Request* WaitingQueue::Cursor::next() {
-    if (heads_.empty()) open_next_priority();
-    if (heads_.empty()) return nullptr;
+    while (heads_.empty()) {
+        if (!open_next_priority()) return nullptr;
+    }
     const bool is_shared = queue_.shares_.is_shared();
     const int64_t least = is_shared ? least_counter() : 0;
     const auto is_past = [&](const Head& head) {

@@ -22,8 +22,9 @@ namespace swiftkv {
 // proportion to the lanes of its priority, however many requests wait.
 class WaitingQueue {
   public:
-    // Goes through the requests of a queue in order: by priority, then flows that are past their share after the
-    // others, then as the order says. Requests that it has passed may leave the queue meanwhile, and be charged for.
+    // Goes through the requests of a queue in order: by priority, then those of flows that are past their share behind
+    // the others, then as the order says. Those that it has passed may leave the queue meanwhile, and be charged for.
+    // It leaves out those that are held, however many they are.
     class Cursor {
       public:
         Cursor(const WaitingQueue& queue, double now_s) : queue_(queue), now_s_(now_s) {}
@@ -36,7 +37,7 @@ class WaitingQueue {
             Request* request;
         };
 
-        void open_next_priority();
+        bool open_next_priority();
         int64_t least_counter() const;
         bool goes_before(const Head& a, const Head& b) const;
 
@@ -57,9 +58,9 @@ class WaitingQueue {
     // Moves the requests whose prompts go on with these keys, which are now cached, to their new lanes: at most a few
     // dozen at once, the others in the next calls. Does nothing unless the order compares lengths.
     void note_cached(std::span<const BlockKey> keys);
-    // Looks up again what the prefix cache has of the requests that may be next, because it may have less, and moves
-    // them to their new lanes. These are the first of each lane of the first priority, a few dozen at most. Does
-    // nothing unless the order compares lengths.
+    // Looks up again what the prefix cache has of the requests that may be next, which may have become less, and moves
+    // them to where they belong. These are the first of each lane with the first priority that are not held, a few
+    // dozen at most. Does nothing where the order does not compare lengths.
     void refresh();
     Cursor in_order(double now_s) const { return Cursor(*this, now_s); }
     // Returns all requests, lane by lane.
@@ -88,6 +89,8 @@ class WaitingQueue {
     int num_known(const Request& request) const;
     bool refresh(Request& request);
     std::optional<Awaiting> awaiting(Request& request) const;
+    static Request* first_free(const Lane& lane, Lane::const_iterator from);
+    static Request* first_free(const Lane& lane) { return first_free(lane, lane.begin()); }
     Request* behind(Request& request) const;
 
     const KvCache& cache_;

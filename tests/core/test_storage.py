@@ -5,6 +5,8 @@ It is one file, for it is one list of promises: what goes down must come up.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from naive_scheduler import Setup
 from storage_oracle import KEY_BYTES, StorageEngine, Transfer
 
 from swiftkv import _core
+from swiftkv.policies import SchedulingPolicy
 
 BLOCK = 4
 DENSE = Setup(((1, 16, 0),), BLOCK, 4, 64, 48)
@@ -295,6 +298,29 @@ def test_a_request_that_is_held_lets_others_by() -> None:
     assert e.step()
     assert list(e.slots) == [2]
     e.let_go(1)
+    e.drain()
+
+
+@pytest.mark.parametrize("priority", [-1, 0], ids=["of another priority", "of one priority"])
+@pytest.mark.parametrize("policy", ["hrrn", "spf", "deadline", "priority", "fcfs"])
+def test_requests_that_are_held_hide_nobody_however_many_they_are(policy: SchedulingPolicy, priority: int) -> None:
+    e = StorageEngine(replace(DENSE, scheduling_policy=policy))
+    held = range(300)
+    for request_id in held:
+        e.add_held(request_id, prompt(8, request_id), priority=priority)
+    e.add(1000, prompt(8, 1000), 1)
+    assert e.step()
+    assert list(e.finished) == [1000]
+    e.abort(*held)
+    e.drain()
+
+
+def test_a_prompt_that_is_held_lets_one_by_that_needs_a_step_of_its_own() -> None:
+    e = StorageEngine(Setup(((1, 16, 0),), BLOCK, 4, 8, 48, enable_chunked_prefill=False))
+    e.add_held(1, prompt(12))
+    e.add(2, prompt(12, 1))
+    assert e.step()
+    assert list(e.slots) == [2]
     e.drain()
 
 

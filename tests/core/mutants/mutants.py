@@ -894,6 +894,14 @@ MUTANTS = [
         "    if (order_.interrupts_prompts())\n        std::sort",
         "    if (false)\n        std::sort",
     ),
+    one("who is held begins", QUEUE, "return !r->is_held;", "return true;"),
+    Mutant(
+        "many that are held hide others",
+        (
+            Edit(QUEUE, "return !r->is_held;", "return true;"),
+            Edit(BUILDER, "if (!policy_.may_begin(*r", "if (r->is_held || !policy_.may_begin(*r"),
+        ),
+    ),
     one("who finds no room holds others up for ever", POLICY, "kHoldS = 1.0;", "kHoldS = 1e9;"),
     one("who finds no room is passed for ever", POLICY, ") % 2 == 0;", ") < 1;"),
     one(
