@@ -370,7 +370,7 @@ int StepBuilder::blocks_behind_front(const Request& r, int num_tokens) const {
     const int block_size = cache_.block_size();
     const Back back = cache_.find_back(std::span(r.keys).first(r.back_end), r.num_planned() / block_size);
     const int num_left = ceil_div(r.num_tokens(), block_size) - ceil_div(r.num_planned() + num_tokens, block_size);
-    return std::max(0, num_left - (r.back_end - back.coming));
+    return std::max(0, num_left - (back.here - back.coming));
 }
 
 void StepBuilder::add(Request& r, int num_tokens) {

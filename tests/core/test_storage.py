@@ -805,15 +805,23 @@ def test_a_back_leaves_room_for_its_front() -> None:
 
 
 def test_who_computes_its_front_begins_when_there_is_room_for_what_comes_behind_its_back() -> None:
-    """Storage has three blocks in the middle of the prompt: two lie before them, and four behind."""
+    """Storage has three blocks in the middle of the prompt: two lie before them, and four behind.
+
+    Once the three are here, they are no room for the others.
+    """
     e = stored(prompt(33), Setup(((1, 13, 0),), BLOCK, 4, 64, 48))
     e.add(3, prompt(20, 3), 8)
     e.step()
-    assert e.meet(2, 2, max_blocks=5) is not None
+    transfer = e.meet(2, 2, max_blocks=5)
+    assert transfer is not None
     assert e.scheduler.stats().groups[0].free == 5
-    plan = e.schedule()
-    assert plan is not None
-    assert plan.request_ids.tolist() == [3]
+    for is_here in (False, True):
+        plan = e.schedule()
+        assert plan is not None
+        assert plan.request_ids.tolist() == [3]
+        e.commit()
+        if not is_here:
+            e.read(transfer, 3)
     e.drain()
     assert e.scheduler.stats().num_preemptions_total == 0
 

@@ -258,8 +258,14 @@ MUTANTS = [
     one(
         "a front takes the room of what comes behind it",
         BUILDER,
-        "return std::max(0, num_left - (r.back_end - back.coming));",
+        "return std::max(0, num_left - (back.here - back.coming));",
         "return 0;",
+    ),
+    one(
+        "a front takes the room of the back that is here",
+        BUILDER,
+        "return std::max(0, num_left - (back.here - back.coming));",
+        "return std::max(0, num_left - (r.back_end - back.coming));",
     ),
     one(
         "a back takes the room of its front",
