@@ -224,10 +224,8 @@ std::vector<Request*> StepBuilder::who_must_leave(const Request& r, std::vector<
 
 // Displaces these requests, unless a step in progress has one of them. Returns whether it did.
 bool StepBuilder::displace(std::span<Request* const> leaving) {
-    const auto tokens_in_step = [&](const Request* r) { return r->is_in_step ? row_of(*r)->num_tokens : 0; };
-    const auto is_in_progress = [&](const Request* r) { return r->num_scheduled > tokens_in_step(r); };
     if (leaving.empty()) return false;
-    must_commit_ = std::any_of(leaving.begin(), leaving.end(), is_in_progress);
+    must_commit_ = std::any_of(leaving.begin(), leaving.end(), [&](const Request* r) { return is_in_progress(*r); });
     if (must_commit_) return false;
     for (Request* r : leaving) {
         if (r->is_in_step) take_out(*r);
@@ -245,7 +243,12 @@ std::vector<StepRow>::iterator StepBuilder::row_of(const Request& in_step) {
     return found;
 }
 
-// Takes the request's row out of the step.
+// Whether a step in progress has the request, not counting the one that is being planned.
+bool StepBuilder::is_in_progress(const Request& r) {
+    return r.num_scheduled > (r.is_in_step ? row_of(r)->num_tokens : 0);
+}
+
+// The step computes nothing of the request after all.
 void StepBuilder::take_out(Request& r) {
     const auto row = row_of(r);
     r.is_in_step = false;
@@ -266,11 +269,12 @@ int StepBuilder::make_room(Request& r, int num_tokens) {
         if (fitting > 0 && cache_.extend(r.table, r.num_planned() + fitting, table_end(r, fitting), {})) return fitting;
         if (compact(r, num_tokens, 0)) continue;
         Request& victim = policy_.victim(roster_.running());
-        must_commit_ = !victim.is_in_step && victim.num_scheduled > 0;
-        if (victim.num_scheduled > 0) return 0;
+        must_commit_ = is_in_progress(victim);
+        if (must_commit_ || victim.begun >= num_begun_) return 0;
         r.awaits_loads = &victim == &r && must_await_loads(r, num_tokens);
         if (r.awaits_loads) return 0;
         if (roster_.num_running() == 1 && pins_.give_way()) continue;
+        if (victim.is_in_step) take_out(victim);
         roster_.preempt(victim);
         if (&victim == &r) return 0;
     }

@@ -89,6 +89,7 @@ class StepBuilder {
     std::vector<Request*> who_must_leave(const Request& request, std::vector<Request*> giving_way,
                                          int token_budget) const;
     bool displace(std::span<Request* const> leaving);
+    bool is_in_progress(const Request& request);
     void take_out(Request& request);
     std::vector<StepRow>::iterator row_of(const Request& request);
     int make_room(Request& request, int num_tokens);

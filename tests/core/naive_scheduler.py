@@ -831,8 +831,7 @@ class NaiveScheduler:
 
     def displace(self, leaving: list[NaiveRequest]) -> bool:
         """Send requests back to wait, unless a step in progress has one of them."""
-        in_step = {request_id: n for request_id, _, n in self.plan.rows}
-        self.must_commit = any(r.scheduled > in_step.get(r.id, 0) for r in leaving)
+        self.must_commit = any(map(self.is_in_progress, leaving))
         if self.must_commit:
             return False
         for request in leaving:
@@ -842,6 +841,10 @@ class NaiveScheduler:
             self.displaced.append(request)
             self.preempt(request)
         return bool(leaving)
+
+    def is_in_progress(self, request: NaiveRequest) -> bool:
+        """Return whether a step has the request that was planned before this one."""
+        return request.scheduled > sum(n for request_id, _, n in self.plan.rows if request_id == request.id)
 
     def take_out(self, request: NaiveRequest) -> None:
         for i, (request_id, _, n) in enumerate(self.plan.rows):
@@ -922,14 +925,15 @@ class NaiveScheduler:
         request.awaits_loads = False
         while not (fitting := self.fit(request, n, spare=0)):
             victim = self.running[-1]
-            if victim.scheduled:
-                self.must_commit = not victim.in_step
+            self.must_commit = self.is_in_progress(victim)
+            if self.must_commit or victim.begun >= self.num_begun_before:
                 return 0
             if victim is request and self.must_await_loads(request, n):
                 request.awaits_loads = True
                 return 0
             if len(self.running) == 1 and self.give_way():
                 continue
+            self.take_out(victim)
             self.preempt(victim)
             if victim is request:
                 return 0

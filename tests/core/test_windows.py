@@ -8,6 +8,7 @@ from kv_oracle import Engine
 from naive_boundaries import Worth
 from naive_scheduler import Setup
 
+from swiftkv import _core
 from swiftkv.cache.geometry import KVGroup
 
 BLOCK = 4
@@ -148,6 +149,37 @@ def test_a_chunk_shrinks_before_its_request_waits() -> None:
     e.step()
     # The first one holds four blocks, and another stays free for it.
     assert e.computed_tokens == [12, 1 + 20]
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize("is_lower", [False, True], ids=["of its class", "of a lower class"])
+def test_a_prompt_does_not_stand_still_while_an_answer_behind_it_goes_on(
+    is_lower: bool, is_pinned: bool, num_ahead: int
+) -> None:
+    """Both would fit with one window block more, which the answer gives up now and then, and takes again first."""
+    e = Engine(Setup(((1, 200, 0), (1, 7 + is_pinned, 8)), BLOCK, 3, 32, 400, scheduling_policy="hrrn"))
+    if is_pinned:
+        run(e, 9, prompt(5, 9))
+        assert e.pin(b"", prompt(5, 9), max_share=0.5) == 0
+    if is_lower:
+        e.add(2, prompt(5, 2), max_tokens=300, priority=2 * _core.PRIORITIES_PER_CLASS)
+        e.step()
+    e.add(1, prompt(300, 1), max_tokens=1)
+    if not is_lower:
+        e.step()
+        e.add(2, prompt(5, 2), max_tokens=300)  # so few tokens go first
+    num_without = 0
+    while 1 not in e.finished:
+        plan = e.schedule()
+        if plan is not None:
+            num_without = 0 if 1 in plan.request_ids else num_without + 1
+            assert num_without <= num_ahead
+        if plan is None or len(e.plans) > num_ahead:
+            e.commit()
+    assert len(e.pins) == is_pinned
+    e.drain()
+    assert sorted(e.finished)[:2] == [1, 2]
 
 
 @pytest.mark.parametrize("window", [17, 24, 33, 64])

@@ -928,6 +928,20 @@ MUTANTS = [
         "limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority",
         "n.priority",
     ),
+    # Who makes room for those before it.
+    one(
+        "a prompt in part waits for the end of an answer behind it",
+        BUILDER,
+        "if (must_commit_ || victim.begun >= num_begun_) return 0;",
+        "if (victim.num_scheduled > 0) return 0;",
+    ),
+    one("who has only just begun is preempted", BUILDER, "must_commit_ || victim.begun >= num_begun_", "must_commit_"),
+    one(
+        "who is in the step and in one in progress is not waited for",
+        BUILDER,
+        "if (must_commit_ || victim.begun",
+        "if (std::exchange(must_commit_, must_commit_ && !victim.is_in_step) || victim.begun",
+    ),
     # Who gives way to a higher class.
     one(
         "equals displace each other",
@@ -953,7 +967,7 @@ MUTANTS = [
         "gone->groups[g].entries[i])];",
     ),
     one("all leave for one", BUILDER, "    giving_way.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));\n", ""),
-    one("requests of a step in progress leave", BUILDER, "r->num_scheduled > tokens_in_step(r)", "r == nullptr"),
+    one("requests of a step in progress leave", BUILDER, "return is_in_progress(*r); }", "return r == nullptr; }"),
     one(
         "who is displaced comes back at once",
         BUILDER,
