@@ -29,7 +29,7 @@ class Config(Section):
 
     node: NodeConfig = Field(default_factory=NodeConfig, description="a mapping")
     models: Annotated[tuple[ModelConfig, ...], Field(strict=False)] = Field(description="a list of at least one model")
-    _directory: Path = PrivateAttr(default_factory=Path.cwd)
+    _directory: Path = PrivateAttr(Path("/"))  # until it is known; the working directory may be gone
 
     @property
     def directory(self) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,12 +22,13 @@ from swiftkv.admin_key import find_admin_key
 from swiftkv.config import Config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.model_config import ModelConfig
+from swiftkv.processes import module_command
 from swiftkv.tier_config import why_not_below
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 1.0  # a node that is starting accepts connections before it answers; the display goes on
-_SERVE = [sys.executable, "-m", "swiftkv.cli", "serve"]
+_SERVE = module_command("swiftkv.cli", "serve")
 
 
 class TooLongError(EngineError):

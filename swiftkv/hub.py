@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
     `revision` (a branch, a tag or a commit) or otherwise the newest.
     Raises `CheckpointError` that names what is missing.
     """
-    starts = list(dict.fromkeys([directory, Path.cwd()]))
+    starts = [directory]
+    with contextlib.suppress(FileNotFoundError):  # a node goes on without the directory in which it was started
+        starts = list(dict.fromkeys([directory, Path.cwd()]))
     found = next((place for start in starts if (place := start / Path(path).expanduser()).is_dir()), None)
     if found is not None:
         if revision is not None:
@@ -49,7 +52,7 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
         raise CheckpointError(f"{found} has no *.safetensors; save the weights in that format")
     if need_weights and not any((found / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(f"{found} has no tokenizer.json; save the tokenizer next to the weights")
-    return Checkpoint(found, public_name)
+    return Checkpoint(found.absolute(), public_name)
 
 
 def _is_hub_id(path: str, starts: list[Path]) -> bool:

@@ -32,7 +32,7 @@ from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
 from swiftkv.policies import LogLevel, Task
 from swiftkv.ports import Ports
-from swiftkv.processes import allow_open_files, share_one_heap
+from swiftkv.processes import allow_open_files, fix_search_paths, share_one_heap
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
@@ -70,6 +70,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     `EngineError` if a model does not come up.
     """
     share_one_heap()
+    fix_search_paths()
     open_standard_descriptors()
     limits = _checked_limits(config, plans)
     _run_without_triton()

@@ -21,7 +21,20 @@ _ARENA_MAX = -8  # mallopt(3)
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _MORE_EXPENDABLE = 300
 _MOST_EXPENDABLE = 1000
+_SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 _STOPPED_STATES = frozenset("Tt")  # by a signal, by a debugger
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this package and imports nothing from the working directory."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def fix_search_paths() -> None:
+    """Make the relative paths absolute by which processes find modules and libraries: those of a node run in `/`."""
+    for variable in _SEARCH_PATHS:
+        if paths := os.environ.get(variable):
+            os.environ[variable] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
 
 
 def how_it_ended(returncode: int) -> str:

@@ -37,7 +37,7 @@ _Class = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
 
 class _Options(Section):
     backend: ClassVar[str]
-    _directory: Path = PrivateAttr(default_factory=Path.cwd)
+    _directory: Path = PrivateAttr(Path("/"))  # until `parse_storage` says where relative paths start
 
 
 class FileOptions(_Options):

@@ -20,7 +20,7 @@ from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, Ready
 from swiftkv.errors import EngineError
 from swiftkv.lease.messages import LendingSpec
 from swiftkv.node_config import NodeConfig
-from swiftkv.processes import how_it_ended
+from swiftkv.processes import how_it_ended, module_command
 from swiftkv.progress import ProgressPage
 from swiftkv.restarts import Restarts
 from swiftkv.server.client import EngineClient
@@ -234,7 +234,7 @@ class EngineSupervisor:
         config = msgspec.structs.replace(config, progress_fd=page.fd)
         self._client.expect(config.incarnation)
         self._client.load_meter.give_way(give_way_s)
-        command = [sys.executable, "-m", "swiftkv.engine.main", config.name]  # the name is for `ps`
+        command = module_command("swiftkv.engine.main", config.name)  # the name is for `ps`
         # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
         try:
             process = await asyncio.create_subprocess_exec(
@@ -242,6 +242,7 @@ class EngineSupervisor:
                 stdin=PIPE,
                 stdout=sys.stderr,
                 start_new_session=True,
+                cwd="/",  # the directory in which the node was started may be gone
                 pass_fds=(page.fd, *config.inherited_fds),
                 env={**self._environment, PATIENCE_VARIABLE: str(give_way_s)},
             )

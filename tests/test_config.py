@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from swiftkv.config import load_config, parse_config
 from swiftkv.errors import ConfigError
+from swiftkv.storage_options import FileOptions, parse_storage
 from swiftkv.units import Budget, PoolBytes, format_size, parse_budget, parse_size
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -494,3 +495,21 @@ def test_how_far_clients_are_trusted() -> None:
     assert config.models[0].split_special_tokens
     with pytest.raises(ConfigError, match=r"^node\.show_cached_tokens: 'often' is not always, salted or never"):
         parse_config({"node": {"show_cached_tokens": "often"}, "models": models})
+
+
+def test_models_and_storage_are_read_without_a_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("models: [{name: chat, path: somewhere}]")
+    config = load_config(file)
+    gone = tmp_path / "here"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    storage = {"backend": "file", "path": "kv", "size": "1GiB"}
+    added = config.with_model({"name": "code", "path": "somewhere", "tiers": {"storage": storage}})
+    assert added.directory == tmp_path
+    options = parse_storage(storage, "storage", added.directory)
+    assert isinstance(options, FileOptions)
+    assert options.directory == tmp_path / "kv"

@@ -91,3 +91,13 @@ def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
     assert locate_checkpoint("tiny", tmp_path, False) == Checkpoint(tmp_path / "tiny", "tiny")
     with pytest.raises(CheckpointError, match=r"tiny is a directory, and only models of the hub have revisions; drop"):
         locate_checkpoint("tiny", tmp_path, False, "main")
+
+
+def test_a_model_is_found_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_bytes(FILES["config.json"])
+    gone = tmp_path / "here"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert locate_checkpoint("tiny", tmp_path, False) == Checkpoint(tmp_path / "tiny", "tiny")

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from swiftkv.processes import how_it_ended, read_vitals
+from swiftkv.processes import fix_search_paths, how_it_ended, read_vitals
 
 _COUNT_HEAPS = """
 import ctypes, sys, threading
@@ -68,6 +69,17 @@ def test_a_stopped_process_is_told_from_one_that_computes() -> None:
         process.kill()
         process.wait()
     assert read_vitals(process.pid) is None
+
+
+def test_search_paths_lead_to_the_same_directories_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "backends:/usr/lib")
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    fix_search_paths()
+    assert os.environ["PYTHONPATH"] == f"{tmp_path}/backends:/usr/lib"
+    assert "LD_LIBRARY_PATH" not in os.environ
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")

@@ -37,7 +37,7 @@ from swiftkv.engine.step import EngineStep
 from swiftkv.errors import EngineError
 from swiftkv.master.layer_stream import CopyKind
 from swiftkv.models.batch import Int32Array
-from swiftkv.processes import how_it_ended
+from swiftkv.processes import how_it_ended, module_command
 from swiftkv.transport.base import Int64Array
 from swiftkv.transport.fence import Fence
 
@@ -303,7 +303,7 @@ def _giving_up() -> Iterator[None]:
 
 
 def _start(config: EngineConfig) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "swiftkv.engine.main", config.name, f"rank {config.rank}"]
+    command = module_command("swiftkv.engine.main", config.name, f"rank {config.rank}")
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has died already: its watcher notices

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from swiftkv.processes import die_with_parent, how_it_ended
+from swiftkv.processes import die_with_parent, how_it_ended, module_command
 from swiftkv.server.errors import ApiError
 
 _HEADER_BYTES = 4  # each message to the process and from it begins with its length
@@ -100,7 +100,7 @@ class Child:
     async def _start_process(self) -> Process:
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}  # without API keys
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self._module, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
+            *module_command(self._module), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, cwd="/"
         )
         return self._process
 

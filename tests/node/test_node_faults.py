@@ -104,6 +104,21 @@ def test_a_killed_engine_fails_its_requests_alone_and_comes_back(node: NodeProce
     assert complete(node, "killed").status_code == 200
 
 
+@pytest.mark.slow
+def test_engines_import_nothing_from_the_working_directory_and_outlive_it(
+    checkpoint: Path, tmp_path: Path, temporary: Path
+) -> None:
+    directory = tmp_path / "here"
+    directory.mkdir()
+    (directory / "safetensors.py").write_text("raise SystemExit('imported from the working directory')")
+    program = ("-P", "-m", "swiftkv.cli")
+    with NodeProcess(config(checkpoint, "only"), tmp_path, temporary, program=program, cwd=directory) as node:
+        remove(directory)
+        node.engines()["only"].send_signal(signal.SIGKILL)
+        node.wait_line("only: serves again")
+        assert complete(node, "only").status_code == 200
+
+
 def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
     for attempt in range(3):
         wait_for("doomed to serve", lambda: node.ready()["doomed"] == "ready")

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -200,6 +201,25 @@ def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(
     loop = new_loop()
     loop.run_until_complete(run())
     loop.close()
+
+
+def test_grammars_are_checked_wherever_the_node_was_started(
+    loop: asyncio.AbstractEventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        checker = GrammarChecker()
+        assert await checker.check(asked("regex", "a"))
+        await checker.close()
+
+    directory = tmp_path / "here"
+    directory.mkdir()
+    module = directory / "asyncio.py"
+    module.write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(directory)
+    loop.run_until_complete(check())
+    module.unlink()
+    directory.rmdir()
+    loop.run_until_complete(check())
 
 
 def test_too_many_grammars_at_once_are_refused(loop: asyncio.AbstractEventLoop) -> None:

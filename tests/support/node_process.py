@@ -59,8 +59,10 @@ class NodeProcess:
         wait: bool = True,
         program: Sequence[str] = ("-m", "swiftkv.cli"),
         stderr: int | None = None,
+        cwd: Path | None = None,
     ) -> None:
         """`wait`: enter only once every model serves. `program`: Python's arguments, instead of the command."""
+        self._cwd = cwd
         self._program = program
         self._stderr = stderr
         self.file = directory / "node.yaml"
@@ -77,6 +79,7 @@ class NodeProcess:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
+            cwd=self._cwd,
             env={**os.environ, "TMPDIR": str(self.temporary)},
         )
         threading.Thread(target=self._read, daemon=True).start()
