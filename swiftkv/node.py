@@ -22,6 +22,7 @@ from swiftkv import __version__
 from swiftkv.admin_key import generated_admin_key
 from swiftkv.config import Config
 from swiftkv.devices import check_devices
+from swiftkv.errors import ConfigError
 from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
 from swiftkv.host_tiers import check_memory
@@ -31,10 +32,10 @@ from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
 from swiftkv.policies import LogLevel, Task
-from swiftkv.ports import Ports
+from swiftkv.ports import ACCEPTS_PER_ROUND, Ports
 from swiftkv.processes import allow_open_files, fix_search_paths, share_one_heap
 from swiftkv.server.grammars import GrammarChecker
-from swiftkv.server.limits import NodeLimits
+from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.otlp import OtlpSink, open_sink
 from swiftkv.server.request_log import RequestLog, open_request_log
@@ -56,7 +57,10 @@ _EXAMPLES: dict[Task, tuple[str, str]] = {
     "score": ("rerank", '"query": "Hello", "documents": ["Good morning"]'),
 }
 """The route and the body, without the model, of the request that the node shows for a model of each task."""
-_RESERVED_FILES = 256  # open files other than clients' connections
+_FILES_OF_NODE = SPARE_CONNECTIONS + 128
+"""Descriptors for what is neither a model's nor a client's; a few models can be added as well."""
+_FILES_PER_MODEL = 24
+"""Descriptors for the sockets and pipes of a model, which lends and has storage."""
 _ENGINES_STOP_S = 30.0
 """The most seconds that a node without requests takes to end, with its engines."""
 _LOADING_S = 5.0
@@ -116,8 +120,20 @@ def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:
     config.node.check_access()
     check_devices(config)
     check_memory(plans)
+    return NodeLimits(min(config.node.max_connections, _files_for_clients(config)), config.node.max_bodies)
+
+
+def _files_for_clients(config: Config) -> int:
+    """Return the descriptors that the node leaves to clients. Raises `ConfigError` if there are none."""
+    num_ports = sum(model.endpoint is not None for model in config.models)
+    reserved = _FILES_OF_NODE + _FILES_PER_MODEL * len(config.models) + ACCEPTS_PER_ROUND * num_ports
     open_files = allow_open_files()
-    return NodeLimits(min(config.node.max_connections, open_files - _RESERVED_FILES), config.node.max_bodies)
+    if open_files <= reserved:
+        raise ConfigError(
+            f"node.max_connections: this node may open {open_files} files, and needs {reserved} for itself and its "
+            "models; raise the hard limit (ulimit -Hn)"
+        )
+    return open_files - reserved
 
 
 @contextmanager

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle, ModelTable
 
 _CLOSE_TIMEOUT_S = 5
-_ACCEPTS_PER_ROUND = 16
+ACCEPTS_PER_ROUND = 16
 """The connections that one round of the event loop accepts: one for each descriptor of the socket."""
 
 
@@ -68,7 +68,7 @@ class Ports:
 
     def _serve(self, name: str, listening: socket.socket, app: FastAPI) -> None:
         limits = self._settings.limits
-        descriptors = [listening, *(listening.dup() for _ in range(_ACCEPTS_PER_ROUND - 1))]
+        descriptors = [listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))]
         server = _HttpServer(http_config(app, limits, backlog=BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S))
         port = listening.getsockname()[1]
         serving = self._tasks.start(server.serve_until_told(descriptors), f"the HTTP server of port {port}")

@@ -103,10 +103,10 @@ class ProcessVitals:
 
 
 def read_vitals(pid: int) -> ProcessVitals | None:
-    """Read `/proc/PID/stat`, see proc_pid_stat(5); `None` if the process is gone."""
+    """Read `/proc/PID/stat`, see proc_pid_stat(5); `None` if it cannot be read, as that of a process that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # also where this process may open no more files
         return None
     cpu_ticks = int(fields[14 - 3]) + int(fields[15 - 3])
     return ProcessVitals(fields[0] in _STOPPED_STATES, cpu_ticks / os.sysconf("SC_CLK_TCK"))

@@ -230,7 +230,10 @@ class EngineSupervisor:
         config = msgspec.structs.replace(
             self._config, incarnation=secrets.randbits(63), step_time_s=self._step_time_s()
         )
-        page = ProgressPage.create()
+        try:
+            page = ProgressPage.create()
+        except OSError as error:
+            raise self._cannot_start(error) from None
         config = msgspec.structs.replace(config, progress_fd=page.fd)
         self._client.expect(config.incarnation)
         self._client.load_meter.give_way(give_way_s)
@@ -246,8 +249,8 @@ class EngineSupervisor:
                 pass_fds=(page.fd, *config.inherited_fds),
                 env={**self._environment, PATIENCE_VARIABLE: str(give_way_s)},
             )
-        except OSError as error:  # no memory, or too many processes
-            raise EngineError(f"{config.name}: the engine cannot be started: {error.strerror}") from None
+        except OSError as error:
+            raise self._cannot_start(error) from None
         finally:
             page.close()
         self._process = process
@@ -260,6 +263,10 @@ class EngineSupervisor:
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()
         return life
+
+    def _cannot_start(self, error: OSError) -> EngineError:
+        """Return the error where there is no memory, process or open file to be had."""
+        return EngineError(f"{self._config.name}: the engine cannot be started: {error.strerror}")
 
     async def _see_through(self, process: Process, watch: EngineWatch) -> _End:
         """Wait until the process ends; end it if it does not load in time, hangs, or sends a malformed message."""

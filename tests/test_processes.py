@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv.processes import fix_search_paths, how_it_ended, read_vitals
+from tests.support.open_files import no_more_files
 
 _COUNT_HEAPS = """
 import ctypes, sys, threading
@@ -80,6 +81,12 @@ def test_search_paths_lead_to_the_same_directories_from_anywhere(
     fix_search_paths()
     assert os.environ["PYTHONPATH"] == f"{tmp_path}/backends:/usr/lib"
     assert "LD_LIBRARY_PATH" not in os.environ
+
+
+def test_without_a_descriptor_nothing_is_known_of_a_process() -> None:
+    with no_more_files():
+        assert read_vitals(os.getpid()) is None
+    assert read_vitals(os.getpid()) is not None
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")

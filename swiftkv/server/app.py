@@ -128,7 +128,7 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
         max_upload_bytes=None if storage is None else storage.limits.max_file_bytes + FORM_OVERHEAD_BYTES,
     )
     if storage is not None:
-        app.include_router(batches_router(storage))
+        app.include_router(batches_router(storage, settings.limits))
     if settings.protect_metrics:
         app.add_middleware(ProtectedPathsMiddleware, keys=[*settings.keys, settings.admin_key])
     if settings.keys:

@@ -160,21 +160,37 @@ class NodeLimits:
     turns: Turns = field(default_factory=Turns)
     num_connections: int = 0
     num_refused_connections: int = 0
+    num_files: int = 0
+    """Files that requests hold open. Each counts as one more connection: it takes a descriptor, too."""
     body_bytes: int = 0
     num_refused_bodies: int = 0
 
     def admit(self) -> Admission:
         """Count a new connection, unless there is no place for it."""
-        if self.num_connections >= self.max_connections + SPARE_CONNECTIONS:
+        num_taken = self.num_connections + self.num_files
+        if num_taken >= self.max_connections + SPARE_CONNECTIONS:
             self.num_refused_connections += 1
             return Admission.NONE
         self.num_connections += 1
-        return Admission.REGULAR if self.num_connections <= self.max_connections else Admission.SPARE
+        return Admission.REGULAR if num_taken < self.max_connections else Admission.SPARE
 
     def leave(self) -> None:
         """Give the place of an admitted connection back."""
         assert self.num_connections > 0
         self.num_connections -= 1
+
+    def take_file(self) -> bool:
+        """Count a file that a request is about to open, or return `False` if there is no place for it."""
+        if self.num_connections + self.num_files >= self.max_connections:
+            self.num_refused_connections += 1
+            return False
+        self.num_files += 1
+        return True
+
+    def leave_file(self) -> None:
+        """Give the place of a file back."""
+        assert self.num_files > 0
+        self.num_files -= 1
 
     @contextmanager
     def body(self, declared_bytes: int) -> Iterator[BodyBudget]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.support.node_process import (
     small_models,
     wait_for,
 )
+
+RUN_COMMAND = "runpy.run_module('swiftkv.cli', run_name='__main__', alter_sys=True)"
 
 
 def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
@@ -141,6 +144,26 @@ def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
     assert complete(node, "doomed").status_code == 200
     again = CliRunner().invoke(app, ["models", "start", "doomed", "--url", node.url])
     assert (again.exit_code, again.stderr) == (1, "swiftkv: model 'doomed' is ready, not down\n")
+
+
+@pytest.mark.slow
+def test_uploads_leave_descriptors_to_the_node_itself(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    settings = config(checkpoint, "only", port=free_ports(1)[0], state_dir=str(tmp_path / "state"))
+    program = ("-c", "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (600, 600)); " + RUN_COMMAND)
+    upload = (
+        b"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 30000\r\n"
+        b"content-type: multipart/form-data; boundary=B\r\n\r\n"
+        b'--B\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
+    )
+    with NodeProcess(settings, tmp_path, temporary, program=program) as node, ExitStack() as connections:
+        for _ in range(400):
+            connection = connections.enter_context(socket.create_connection(("127.0.0.1", settings["node"]["port"])))
+            with suppress(ConnectionError):  # it was refused
+                connection.sendall(upload)
+        node.engines()["only"].send_signal(signal.SIGKILL)
+        node.wait_line("only: serves again")
+        assert node.process.poll() is None
+        assert psutil.Process(node.process.pid).num_fds() < 600
 
 
 def test_sigterm_aborts_what_outlasts_the_timeout_and_leaves_nothing(

@@ -9,6 +9,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from swiftkv.server.app import ServerSettings
 from swiftkv.server.batches.objects import ENDED
 from swiftkv.server.batches.storage import StorageLimits
 from swiftkv.server.batches.store import Store
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.tokenizer import Tokenizer
 
 PROMPT = "again and again "
@@ -243,6 +245,52 @@ def test_lines_that_are_refused_are_in_the_error_file(gateway: Gateway) -> None:
         "9": (400, None),
     }
     assert "no model 'gone'" in told["1"][1]["message"]
+
+
+def test_uploads_and_downloads_take_a_descriptor_each_and_count_as_two_connections(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    limits = NodeLimits(max_connections=7)
+    settings = ServerSettings(limits=limits)
+    gateway, stop = start_gateway(tmp_path, tokenizer, state=state, settings=settings)
+    head = b'--B\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
+    ends = [threading.Event() for _ in range(3)]
+
+    def form(end: threading.Event) -> Iterator[bytes]:
+        yield head
+        end.wait(PATIENCE_S)
+        yield b'\r\n--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--B--\r\n'
+
+    def send(end: threading.Event) -> httpx.Response:
+        with gateway.http() as http:
+            headers = {"content-type": "multipart/form-data; boundary=B", "connection": "close"}
+            return http.post("/v1/files", content=form(end), headers=headers)
+
+    try:
+        with ThreadPoolExecutor(3) as threads, gateway.http() as http:
+            uploads = [threads.submit(send, end) for end in ends]
+            wait_until(lambda: limits.num_files == 3)
+            refused = http.post(
+                "/v1/files", content=b"--B--", headers={"content-type": "multipart/form-data; boundary=B"}
+            )
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "too_many_connections"
+            assert http.post("/v1/completions", json=completion()).status_code == 200
+            ends[0].set()
+            file_id = uploads[0].result().json()["id"]
+            wait_until(lambda: limits.num_files == 2 and limits.num_connections == 3)
+            assert http.get(f"/v1/files/{file_id}/content").content == b"abc"
+            assert http.get("/v1/files/file-none/content").status_code == 404
+            for end in ends:
+                end.set()
+            assert [upload.result().status_code for upload in uploads] == [200] * 3
+        wait_until(lambda: limits.num_files == 0)
+    finally:
+        for end in ends:
+            end.set()
+        stop()
 
 
 def test_a_batch_is_created_from_an_upload_for_batches_only(gateway: Gateway) -> None:

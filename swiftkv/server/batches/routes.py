@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -15,6 +16,8 @@ from swiftkv.server.batches.storage import Storage
 from swiftkv.server.batches.upload import receive_upload
 from swiftkv.server.body import body_document, parsed
 from swiftkv.server.documented import documented
+from swiftkv.server.errors import ApiError
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.middleware import UPLOAD_PATH
 from swiftkv.server.protocol import BatchBody
 from swiftkv.server.streaming import json_response
@@ -23,6 +26,7 @@ _WINDOW_S = 24 * 3600
 _MAX_FILES_IN_PAGE = 10_000
 _MAX_BATCHES_IN_PAGE = 100
 _PIECE_BYTES = 64 << 10
+_BUSY_RETRY_S = 1.0
 _BINARY = "application/octet-stream"
 
 FileId = Annotated[str, Path(description="Id of the file", max_length=256)]
@@ -53,14 +57,14 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 }
 
 
-def batches_router(storage: Storage) -> APIRouter:
+def batches_router(storage: Storage, limits: NodeLimits) -> APIRouter:
     router = APIRouter()
-    router.include_router(_files_router(storage))
+    router.include_router(_files_router(storage, limits))
     router.include_router(_jobs_router(storage))
     return router
 
 
-def _files_router(storage: Storage) -> APIRouter:
+def _files_router(storage: Storage, limits: NodeLimits) -> APIRouter:
     router = APIRouter()
 
     @router.post(
@@ -68,7 +72,8 @@ def _files_router(storage: Storage) -> APIRouter:
     )
     async def upload_file(request: Request) -> Response:
         """Keep a file of requests for a batch."""
-        return json_response(await receive_upload(request, storage))
+        with _place_of_file(limits):
+            return json_response(await receive_upload(request, storage))
 
     @router.get(UPLOAD_PATH, responses=documented("StoredFileList", 400, *_STORAGE_ERRORS))
     async def list_files(
@@ -89,7 +94,10 @@ def _files_router(storage: Storage) -> APIRouter:
 
     @router.get("/v1/files/{file_id}/content", responses=_CONTENT, response_class=StreamingResponse)
     async def download_file(file_id: FileId) -> Response:
-        return _Download(await storage.call(lambda store: store.open_file(file_id)))
+        with ExitStack() as held:
+            held.enter_context(_place_of_file(limits))
+            content = held.enter_context(await storage.call(lambda store: store.open_file(file_id)))
+            return _Download(content, held.pop_all())
 
     return router
 
@@ -135,6 +143,18 @@ def _jobs_router(storage: Storage) -> APIRouter:
     return router
 
 
+@contextmanager
+def _place_of_file(limits: NodeLimits) -> Iterator[None]:
+    """Count a file that a request holds open. Raises `ApiError` 503 if the node has no descriptor for it."""
+    if not limits.take_file():
+        message = "this node has too many connections and files open; try again"
+        raise ApiError(503, message, code="too_many_connections", retry_after_s=_BUSY_RETRY_S)
+    try:
+        yield
+    finally:
+        limits.leave_file()
+
+
 class _Download(StreamingResponse):
     """Sends a file, and closes it however the response ends: sent, failed, or the client gone.
 
@@ -142,12 +162,13 @@ class _Download(StreamingResponse):
     before the response has ended here.
     """
 
-    def __init__(self, content: BinaryIO) -> None:
+    def __init__(self, content: BinaryIO, held: ExitStack) -> None:
+        """`held` closes it."""
         super().__init__(_pieces(content), media_type=_BINARY)
-        self._content = content
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._content:
+        with self._held:
             await super().__call__(scope, receive, send)
 
 
