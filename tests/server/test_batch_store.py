@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import sqlite3
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from swiftkv.errors import ConfigError
 from swiftkv.server.batches.checking import InputCheck
 from swiftkv.server.batches.objects import OfflineBatch, Status, StoredFile
-from swiftkv.server.batches.storage import StorageLimits
+from swiftkv.server.batches.storage import Storage, StorageLimits
 from swiftkv.server.batches.store import Store, TakenLine
 
 ENDPOINT = "/v1/completions"
@@ -242,3 +244,39 @@ def test_a_database_that_cannot_be_read_is_a_mistake_of_the_configuration(tmp_pa
         database.close()
     with pytest.raises(ConfigError, match="move it away" if damage == "nonsense" else "later version"):
         Store(tmp_path)
+
+
+def test_a_store_whose_directory_was_removed_is_closed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    shutil.rmtree(tmp_path)
+    store.close()
+
+
+def test_storage_that_fails_at_its_end_is_closed_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        storage = await Storage.open(tmp_path, StorageLimits())
+        await storage.call(Store.close)  # so that the next one fails
+        await storage.close()
+
+    asyncio.run(run())
+    assert "files and batches were not closed in order" in caplog.text
+
+
+def test_closing_is_given_up_while_the_disk_hangs(tmp_path: Path) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(store: Store) -> None:
+        hangs.set()
+        goes_on.wait()
+
+    async def run() -> None:
+        storage = await Storage.open(tmp_path, StorageLimits())
+        hanging = asyncio.create_task(storage.call(hang))
+        await asyncio.to_thread(hangs.wait)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await storage.close()
+        goes_on.set()
+        await hanging
+
+    asyncio.run(run())

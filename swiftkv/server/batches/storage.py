@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from swiftkv.server.batches.store import Store
 from swiftkv.server.errors import ApiError
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.units import format_size
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,9 +75,13 @@ class Storage:
             raise failure(error) from error
 
     async def close(self) -> None:
-        """Close the store once its earlier calls are done."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
-        self._thread.shutdown()
+        """Close the store once its earlier calls are done; an error is logged, for nobody could handle it."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("files and batches were not closed in order: %s", error)
+        finally:
+            self._thread.shutdown(wait=False)  # it may hang with the disk
 
     def reserve(self, num_bytes: int) -> None:
         """Reserve room for `num_bytes` more of files; `release` them when they are gone.

@@ -84,7 +84,7 @@ class Store:
         ).fetchone()
         self._database.close()
         if not is_used:
-            self._path.unlink()
+            self._path.unlink(missing_ok=True)
             with suppress(OSError):  # an upload may be under way
                 self._contents.rmdir()
 
