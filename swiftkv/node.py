@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
 from swiftkv.policies import LogLevel, Task
 from swiftkv.ports import ACCEPTS_PER_ROUND, Ports
-from swiftkv.processes import allow_open_files, fix_search_paths, share_one_heap
+from swiftkv.processes import allow_open_files, exit_in, fix_search_paths, share_one_heap
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
@@ -63,6 +63,8 @@ _FILES_PER_MODEL = 24
 """Descriptors for the sockets and pipes of a model, which lends and has storage."""
 _ENGINES_STOP_S = 30.0
 """The most seconds that a node without requests takes to end, with its engines."""
+_DISK_S = 5.0
+"""The most seconds that a node that stops waits for its disk."""
 _LOADING_S = 5.0
 """The seconds between two lines about engines that load."""
 
@@ -80,6 +82,7 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
     _run_without_triton()
     wait_for_stopping(config.node.port, config.node.shutdown_timeout + _ENGINES_STOP_S, say)
     with (
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,  # closed last: it may wait for threads that hang
         StoppingMark(config.node.port) as stopping,
         open_request_log(config.node.request_log) as request_log,
         open_sink(None if config.node.otlp is None else config.node.otlp.endpoint) as traces,
@@ -87,7 +90,6 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         ipc_directory() as ipc,
         _admin_key(config, sockets[0]) as (admin_key, key_file),
         state_directory(config) as (state, why_no_state),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
 
         async def serve() -> None:
@@ -185,6 +187,8 @@ class Node:
         self._state = state
         self._stopping = stopping
         self._batches: BatchService | None = None
+        self._batching: asyncio.Task[None] | None = None  # runs their lines
+        self._is_held_up = False  # by a disk that hangs
         self._grammars = GrammarChecker()
         self._templates = TemplateRenderer()
         self._metrics = GatewayMetrics()
@@ -206,27 +210,49 @@ class Node:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        try:
+        async with AsyncExitStack() as ends:  # the last is called first, and each whatever becomes of the others
+            ends.callback(self._exit_if_held_up)
+            ends.callback(self._fleet.close)
+            ends.push_async_callback(self._stop_engines)
+            ends.push_async_callback(self._close_batches)
+            ends.push_async_callback(self._tasks.close)
+            ends.push_async_callback(self._templates.close)
+            ends.push_async_callback(self._grammars.close)
+            ends.push_async_callback(self._close_ports)
+            ends.callback(self._stopping.set)
             if await self._unless_stopped(self._come_up()):
                 await self._unless_stopped(asyncio.Event().wait())
-            if self._batches is not None:
-                await self._batches.stop()
+            if self._batching is not None:
+                await self._tasks.end(self._batching)
             await self._drain()
-            await self._fleet.keep_learnt()
-        finally:
-            self._stopping.set()
-            if self._ports is not None:
-                await self._ports.close()
-            await self._grammars.close()
-            await self._templates.close()
-            await self._tasks.close()
-            if self._batches is not None:
-                await self._batches.close()
-            await asyncio.gather(*(member.supervisor.stop() for member in self._fleet.members.values()))
-            self._fleet.close()
+            await self._on_disk(self._fleet.keep_learnt())
         if self._tasks.failure.done():
             self._tasks.failure.result()
         say("stopped")
+
+    async def _close_ports(self) -> None:
+        if self._ports is not None:
+            await self._ports.close()
+
+    async def _close_batches(self) -> None:
+        if self._batches is not None:
+            await self._on_disk(self._batches.close())
+
+    async def _stop_engines(self) -> None:
+        await asyncio.gather(*(member.supervisor.stop() for member in self._fleet.members.values()))
+
+    async def _on_disk(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, or give it up where the disk hangs: then its thread cannot be waited for."""
+        try:
+            async with asyncio.timeout(_DISK_S):
+                await work
+        except TimeoutError:
+            self._is_held_up = True
+
+    def _exit_if_held_up(self) -> None:
+        if self._is_held_up:
+            say("the disk of node.state_dir hangs; what was not written to it is done anew after the next start")
+            exit_in(_DISK_S, 1)
 
     def _on_signal(self) -> None:
         """Stop at the first signal; at the second, do not wait for requests."""
@@ -346,7 +372,7 @@ class Node:
         from swiftkv.server.batches.service import BatchService
 
         batches = await BatchService.open(state, self._config, table, self._metrics)
-        self._tasks.start(batches.run(), "the runner of batches")
+        self._batching = self._tasks.start(batches.run(), "the runner of batches")
         return batches
 
     async def _drain(self) -> None:

@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +74,16 @@ def die_with_parent() -> bool:
     if libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     return os.getppid() == parent  # it may have ended before the call, which sends no signal then
+
+
+def exit_in(patience_s: float, code: int) -> None:
+    """Exit after `patience_s` if this process, which waits for all its threads, has not ended by then."""
+
+    def wait() -> None:
+        time.sleep(patience_s)
+        os._exit(code)
+
+    threading.Thread(target=wait, name="exit", daemon=True).start()
 
 
 def be_killed_first() -> None:

@@ -89,6 +89,14 @@ def test_without_a_descriptor_nothing_is_known_of_a_process() -> None:
     assert read_vitals(os.getpid()) is not None
 
 
+def test_a_thread_that_hangs_does_not_keep_a_process() -> None:
+    program = (
+        "import time; from concurrent.futures import ThreadPoolExecutor; from swiftkv.processes import exit_in; "
+        "ThreadPoolExecutor(1).submit(time.sleep, 600); exit_in(0.1, 3)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S).returncode == 3
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives threads heaps of their own")
 @pytest.mark.parametrize(("how", "is_one"), [("shared", True), ("as it is", False)])
 def test_threads_share_one_heap(how: str, is_one: bool) -> None:

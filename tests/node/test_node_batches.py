@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,43 @@ def test_an_engine_that_is_killed_costs_a_batch_nothing_but_time(checkpoint: Pat
         assert num_completed(client, batch_id) == 0
         client.batches.cancel(batch_id)
         wait_for("its end", lambda: client.batches.retrieve(batch_id).status == "cancelled")
+    remove(temporary)
+
+
+@pytest.mark.slow
+def test_a_disk_that_hangs_does_not_keep_the_node_from_stopping(checkpoint: Path, tmp_path: Path) -> None:
+    temporary, state = short_temporary_directory(), tmp_path / "state"
+    with NodeProcess(config(checkpoint, state, "chat"), tmp_path, temporary) as node, client_of(node) as client:
+        file = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")
+        content = state / "files" / file.id
+        content.unlink()
+        os.mkfifo(content)  # who reads it waits for ever
+        client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        silent = wait_for("a thread to read it", lambda: writer_of(content))
+        node.process.send_signal(signal.SIGTERM)
+        node.wait_line("the disk of node.state_dir hangs")
+        assert node.process.wait(DEADLINE_S) == 1
+        node.assert_nothing_left()
+    os.close(silent)
+    remove(temporary)
+
+
+def writer_of(fifo: Path) -> int | None:
+    """Return a descriptor that writes to `fifo`, `None` as long as nobody reads it."""
+    with suppress(OSError):
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    return None
+
+
+@pytest.mark.slow
+def test_a_node_whose_state_was_removed_stops_in_order(checkpoint: Path, tmp_path: Path) -> None:
+    temporary, state = short_temporary_directory(), tmp_path / "state"
+    with NodeProcess(config(checkpoint, state, "chat"), tmp_path, temporary) as node:
+        remove(state)
+        node.process.send_signal(signal.SIGTERM)
+        node.wait_line("^stopped$")
+        assert node.process.wait(DEADLINE_S) == 0
+        node.assert_nothing_left()
     remove(temporary)
 
 

@@ -251,7 +251,7 @@ def start_gateway(
     servers: list[uvicorn.Server] = []
     serving: list[asyncio.Task[None]] = []
     receiving: list[asyncio.Task[NoReturn]] = []
-    running: list[tuple[Storage, BatchRunner, asyncio.Task[None]]] = []
+    running: list[tuple[Storage, asyncio.Task[NoReturn]]] = []
     lendings: list[NodeLending] = []
     resting: list[asyncio.Task[None]] = []
     budgets: dict[str, list[int]] = {"chat": [], "code": []}
@@ -325,7 +325,7 @@ def start_gateway(
             storage = await Storage.open(state, storage_limits or StorageLimits())
             rooms = dict.fromkeys(handles, Room.of(32, None))
             runner = BatchRunner(storage, ModelTable(handles), rooms, metrics)
-            running.append((storage, runner, loop.create_task(runner.run())))
+            running.append((storage, loop.create_task(runner.run())))
         port_settings = replace(settings, storage=storage)
         apps = [
             create_app(ModelTable(handles), port_settings, metrics, node_lending, FixedModels()),
@@ -347,16 +347,16 @@ def start_gateway(
         gateway.wait_ready(name)
 
     async def shut_down() -> None:
-        for _, runner, task in running:
-            runner.stop()
-            await task
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
         for task in [*receiving, *resting]:
             task.cancel()
         await asyncio.gather(*receiving, *resting, return_exceptions=True)
-        for storage, _, _ in running:
+        for storage, _ in running:
             await storage.close()
         for node_lending in lendings:
             node_lending.close()

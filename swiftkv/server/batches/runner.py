@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from uuid import uuid4
 
 from swiftkv.server.batches.checking import InputCheck
@@ -60,7 +60,7 @@ class _Result:
 
 
 class BatchRunner:
-    """The one task that moves batches on. `run` it until `stop`."""
+    """The one task that moves batches on. `run` it until it is cancelled."""
 
     def __init__(
         self, storage: Storage, models: ModelTable, rooms: Mapping[str, Room], metrics: GatewayMetrics
@@ -77,18 +77,12 @@ class BatchRunner:
         self._retry_at_s: dict[str, float] = {}
         self._may_have_strangers = True
         self._names = models.names  # as of the last look for strangers
-        self._is_stopping = False
         self._tell_at_s = 0.0
 
-    def stop(self) -> None:
-        """Let `run` return. Unfinished lines run again when the node is next started."""
-        self._is_stopping = True
-        self._storage.changed.set()
-
-    async def run(self) -> None:
-        """Work on batches until `stop`."""
+    async def run(self) -> NoReturn:
+        """Work on batches until cancelled. Unfinished lines run again when the node is next started."""
         try:
-            while not self._is_stopping:
+            while True:
                 self._storage.changed.clear()
                 delay_s = await self._round()
                 with suppress(TimeoutError):

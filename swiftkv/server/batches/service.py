@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
+from typing import NoReturn
 
 from swiftkv.config import Config
 from swiftkv.model_config import ModelConfig
@@ -15,7 +15,7 @@ from swiftkv.server.models import ModelTable
 
 
 class BatchService:
-    """Storage and runner together. `run` it until `stop`, then `close` it."""
+    """Storage and runner together. `run` it until it is cancelled, then `close` it."""
 
     @classmethod
     async def open(cls, directory: Path, config: Config, models: ModelTable, metrics: GatewayMetrics) -> BatchService:
@@ -38,23 +38,14 @@ class BatchService:
         self._rooms = rooms
         self._max_in_flight = max_in_flight
         self._runner = runner
-        self._ended = asyncio.Event()
 
     def add(self, model: ModelConfig) -> None:
         """Note the size of a model that is about to serve. A removed model's stays until the name is used again."""
         self._rooms[model.name] = Room.of(model.max_num_seqs, self._max_in_flight)
 
-    async def run(self) -> None:
-        """Work on batches until `stop`."""
-        try:
-            await self._runner.run()
-        finally:
-            self._ended.set()
-
-    async def stop(self) -> None:
-        """Abandon the running lines; they run again when the node is next started."""
-        self._runner.stop()
-        await self._ended.wait()
+    async def run(self) -> NoReturn:
+        """Work on batches until cancelled. Unfinished lines run again when the node is next started."""
+        await self._runner.run()
 
     async def close(self) -> None:
         """Close the storage; `run` must have ended."""
