@@ -52,8 +52,8 @@ class EngineWatch:
     """Watches one engine process, and reports its observations to the engine's client.
 
     An engine is hung if it has work and makes no progress for `watchdog_s`, or for several times as long as its longest
-    step if that is more. Work is a request, a step in progress, extents that its lenders have recalled, or a question
-    to its coordinator.
+    step if that is more. Work is a request, a step in progress, weights to give up, extents that its lenders have
+    recalled, or a question to its coordinator.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class EngineWatch:
             self._idle_s = self._hung_s = 0.0
             return
         self._idle_s += interval.elapsed_s
-        if not (self._client.num_in_flight or sample.working_s is not None or self._owes_extents):
+        if not (self._client.has_work or sample.working_s is not None or self._owes_extents):
             self._hung_s = 0.0
         elif not waits_for_others():
             self._hung_s += interval.elapsed_s

@@ -53,6 +53,7 @@ def watched(
     directory: Path,
     until: Callable[[EngineClient], bool] = lambda client: False,
     waits_for_others: Callable[[], bool] = lambda: False,
+    falls_asleep: bool = False,
 ) -> str | None:
     """Watch until the engine is hung, and return the verdict; `None` if `until` was true before."""
 
@@ -61,6 +62,9 @@ def watched(
         client = EngineClient("m", *addresses, GatewayMetrics().for_model("m"))
         client.expect(1)
         client.engine_up(Ready("m", pid, 16, 16, 1, 1024, 16, [], 1))
+        if falls_asleep:
+            assert client.status.go_to_sleep()
+            client.sleep_engine()
         verdict = asyncio.create_task(
             EngineWatch(client, None, watchdog_s=WATCHDOG_S, pid=pid, page=page).until_hung(waits_for_others)
         )
@@ -114,6 +118,14 @@ def test_an_engine_that_waits_for_messages_is_not_hung(page: ProgressPage, progr
     with running(RESTS) as pid:
         said = watched(page, pid, tmp_path, until=lambda client: client.state is EngineState.NOT_RESPONDING)
     assert said is None
+
+
+def test_an_engine_that_does_not_fall_asleep_is_hung(page: ProgressPage, progress: Progress, tmp_path: Path) -> None:
+    progress.rests()
+    with running(RESTS) as pid:
+        said = watched(page, pid, tmp_path, falls_asleep=True)
+    assert said is not None
+    assert said.startswith("made no progress for ")
 
 
 def test_an_engine_that_may_wait_for_its_lender_is_not_blamed(

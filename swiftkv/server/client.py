@@ -89,6 +89,7 @@ class EngineClient:
         self._wanted = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._falls_asleep = False
         self._context = zmq.asyncio.Context()
         self._push = zmq.Socket(self._context, zmq.PUSH)
         self._pull = self._context.socket(zmq.PULL)
@@ -137,6 +138,11 @@ class EngineClient:
     def num_in_flight(self) -> int:
         """The number of places taken, by sequences and by aborts that wait to be sent."""
         return len(self._in_flight) + self._outbox.num_unsent_aborts
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine has something to do: sequences in flight, or its weights to give up."""
+        return self._falls_asleep or self.num_in_flight > 0
 
     @property
     def num_waiting(self) -> int:
@@ -236,6 +242,7 @@ class EngineClient:
     def sleep_engine(self) -> None:
         """Have the engine give up its weights. Nothing may be in flight."""
         assert not self.num_in_flight
+        self._falls_asleep = True
         self._outbox.send(Sleep())
 
     def wake(self, give_way_s: float = 0.0) -> None:
@@ -276,6 +283,7 @@ class EngineClient:
         `why` completes "the engine …", such as `was killed by SIGKILL`; `state` says whether it is coming back.
         """
         self._incarnation = None
+        self._falls_asleep = False
         self.engine = self.stats = None
         self._outbox.reset()
         self._ready.clear()
@@ -319,6 +327,7 @@ class EngineClient:
                     await self._until_connected()
                     self.engine_up(message)
                 case Slept(incarnation=incarnation) if incarnation == self._incarnation:
+                    self._falls_asleep = False
                     self.status.fell_asleep()
                 case StorageChanged():
                     self.storage.answered(message)

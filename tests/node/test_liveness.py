@@ -141,6 +141,18 @@ def test_a_stopped_engine_without_work_is_shown_and_left_alone(node: NodeProcess
     assert complete(node, "other").status_code == 200
 
 
+@pytest.mark.slow
+def test_a_stopped_engine_that_is_to_sleep_leaves_the_model_asleep(node: NodeProcess) -> None:
+    engine = node.engines()["other"]
+    engine.send_signal(signal.SIGSTOP)
+    url, headers = f"{node.url}/admin/models/other", node.admin_headers()
+    slept = httpx.post(f"{url}/sleep?level=1", headers=headers, timeout=DEADLINE_S)
+    assert slept.json()["state"] == "asleep"
+    wait_for("its end", lambda: not engine.is_running())
+    httpx.post(f"{url}/wake", headers=headers, timeout=DEADLINE_S).raise_for_status()
+    assert complete(node, "other").status_code == 200
+
+
 def test_an_engine_that_is_killed_by_a_real_time_signal_comes_back(node: NodeProcess) -> None:
     dead = node.engines()["other"]
     dead.send_signal(40)
