@@ -41,22 +41,24 @@ def test_a_blocked_prompt_is_not_matched_again_while_others_only_grow() -> None:
 
 
 def test_of_several_blocked_prompts_none_is_matched_again() -> None:
-    """The first of them lets the others by for a while. What they find is held for as long as a look takes."""
+    """The first of them lets the others by for a while. What they find and put back is no room for each other."""
     e = engine()
-    document = prompt(20, 0)
-    e.add(1, [*document, *prompt(20, 1)], max_tokens=20)
+    document = prompt(21, 0)
+    e.add(1, document, max_tokens=1)
+    e.drain()
+    e.add(5, prompt(36, 1), max_tokens=20)
     e.step()
     for request_id in (2, 3, 4):
-        e.add(request_id, [*document, *prompt(20, request_id)], max_tokens=1)
+        e.add(request_id, [*document, *prompt(19, request_id)], max_tokens=1)
     e.step()
-    assert matches(e.scheduler) == 2
+    assert matches(e.scheduler) == 3
     e.now_s = 1.5
     for _ in range(4):
         e.step()
-        assert matches(e.scheduler) == 4
-    e.abort(1)
+        assert matches(e.scheduler) == 5
+    e.abort(5)
     e.drain()
-    assert sorted(e.finished) == [2, 3, 4]
+    assert sorted(e.finished) == [1, 2, 3, 4]
 
 
 def test_blocks_that_leave_a_window_are_no_room_for_a_prompt_that_lacks_others() -> None:

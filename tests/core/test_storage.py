@@ -437,15 +437,27 @@ def test_a_load_does_not_evict_what_another_has_brought(setup: Setup) -> None:
 @BROUGHT
 def test_what_was_brought_for_a_request_that_has_gone_makes_room(setup: Setup) -> None:
     e = brought(setup)
+    assert e.begin_load(3) is None
     e.abort(2)
     assert e.begin_load(3) is not None
     e.drain()
 
 
 def test_a_smaller_load_begins_behind_one_without_room() -> None:
-    e = brought(DENSE)
+    """Three blocks are free, and as many may be evicted for it."""
+    e = StorageEngine(DENSE)
+    for request_id in (2, 3):
+        run(e, 100 + request_id, prompt(33, request_id))
+    e.reset_prefix_cache()
+    run(e, 1, prompt(13, 1))
+    e.add(9, prompt(7, 9), 12)
+    e.step()
+    for request_id, length in ((2, 33), (3, 33), (4, 17)):
+        e.add_held(request_id, prompt(33, min(request_id, 3))[:length], 1)
+    transfer = e.begin_load(2)
+    assert transfer is not None
+    e.read(transfer, len(transfer.blocks))
     assert e.begin_load(3) is None
-    e.add_held(4, prompt(33, 3)[:13], 1)
     assert e.begin_load(4) is not None
     e.drain()
 

@@ -182,6 +182,33 @@ def test_a_prompt_does_not_stand_still_while_an_answer_behind_it_goes_on(
     assert sorted(e.finished)[:2] == [1, 2]
 
 
+def test_who_begins_in_a_step_stays_in_it() -> None:
+    """Of two prompts in part the first takes all room; the other has its turn in the next step."""
+    groups = ((1, 200, 0), (1, 11, 8))
+    e = Engine(
+        Setup(
+            groups,
+            BLOCK,
+            4,
+            48,
+            200,
+            long_prefill_token_threshold=16,
+            max_long_partial_prefills=2,
+            scheduling_policy="hrrn",
+        )
+    )
+    e.add(1, prompt(100, 1), max_tokens=1)
+    e.add(2, prompt(120, 2), max_tokens=1)
+    e.step()
+    e.add(3, prompt(5, 3), max_tokens=3)
+    plan = e.schedule()
+    assert plan is not None
+    assert plan.new_request_ids.tolist() == [3]
+    assert sorted(plan.request_ids.tolist()) == [1, 3]
+    assert plan.preempted_request_ids.tolist() == []
+    e.drain()
+
+
 @pytest.mark.parametrize("window", [17, 24, 33, 64])
 @pytest.mark.parametrize("chunk", [1, 16, 40, 128])
 def test_a_sequence_takes_what_its_geometry_says(window: int, chunk: int) -> None:
