@@ -93,8 +93,8 @@ class RunningModels:
         The memory that it lends is recalled first.
 
         Raises:
-            ApiError: 404 for an unknown model, 409 for one that has requests in flight for too long, for the only
-                model, and while models change.
+            ApiError: 404 for an unknown model, 409 for one that has requests in flight for too long or falls asleep,
+                for the only model, and while models change.
         """
         async with self._one_at_a_time():
             handle = self._table.get(name)
@@ -102,7 +102,7 @@ class RunningModels:
             if len(self._table.names) == 1:
                 raise ApiError(409, f"'{name}' is the only model of this node", param="model", code="only_model")
             state = handle.client.state
-            if state.is_there or state is EngineState.ASLEEP:
+            if state.is_there or state in (EngineState.SLEEPING, EngineState.ASLEEP):  # refused while it falls asleep
                 await handle.sleeper.sleep(2, timeout_s, now=now)
             self._table.remove(name)
             handle.client.status.drain()  # before a client can wake it

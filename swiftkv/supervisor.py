@@ -172,9 +172,15 @@ class EngineSupervisor:
         self._client.engine_down(end.how)
 
     async def put_to_rest(self) -> None:
-        """End the process of a model that sleeps or is about to, and return once it can be woken."""
+        """End the process of a model that sleeps or is about to, and return once it can be woken, or is given up."""
         await self.stop()
-        await self._at_rest.wait()
+        at_rest = asyncio.create_task(self._at_rest.wait())
+        given_up = asyncio.create_task(self._client.status.until(()))  # then `keep_running` may have ended
+        try:
+            await asyncio.wait({at_rest, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            at_rest.cancel()
+            given_up.cancel()
 
     def meet(self, lending: LendingSpec) -> None:
         """Set the peers of engines that are started from now on; the budget stays."""

@@ -1,8 +1,10 @@
-"""Starting an engine process fails in a way that its supervisor deals with."""
+"""The supervisor of an engine: a start that fails, and an end that nobody waits for."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,37 @@ from swiftkv.supervisor import EngineSupervisor
 from swiftkv.units import PoolBytes
 from tests.support.open_files import no_more_files
 
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def supervising(directory: Path) -> Iterator[tuple[EngineSupervisor, EngineClient]]:
+    """Yield the supervisor of an engine that has not been started, and its client."""
+    addresses = [f"ipc://{directory}/{name}" for name in ("requests", "outputs")]
+    client = EngineClient("m", *addresses, GatewayMetrics().for_model("m"))
+    config = EngineConfig("m", str(directory), *addresses, PoolBytes(1 << 20), 512)
+    try:
+        yield EngineSupervisor(config, client, None, node=NodeConfig(), say=print, environment={}), client
+    finally:
+        client.close()
+
 
 def test_an_engine_without_a_descriptor_is_not_started(tmp_path: Path) -> None:
     async def start() -> None:
-        addresses = [f"ipc://{tmp_path}/{name}" for name in ("requests", "outputs")]
-        client = EngineClient("m", *addresses, GatewayMetrics().for_model("m"))
-        config = EngineConfig("m", str(tmp_path), *addresses, PoolBytes(1 << 20), 512)
-        supervisor = EngineSupervisor(config, client, None, node=NodeConfig(), say=print, environment={})
-        try:
-            with no_more_files(), pytest.raises(EngineError, match="m: the engine cannot be started: Too many open"):
-                await supervisor.start()
-        finally:
-            client.close()
+        says = "m: the engine cannot be started: Too many open"
+        with supervising(tmp_path) as (supervisor, _), no_more_files(), pytest.raises(EngineError, match=says):
+            await supervisor.start()
 
     asyncio.run(start())
+
+
+def test_nobody_waits_for_the_rest_of_a_model_that_is_given_up(tmp_path: Path) -> None:
+    async def rest() -> None:
+        with supervising(tmp_path) as (supervisor, client):
+            resting = asyncio.create_task(supervisor.put_to_rest())
+            await asyncio.sleep(0.05)
+            assert not resting.done()
+            client.status.drain()
+            await asyncio.wait_for(resting, DEADLINE_S)
+
+    asyncio.run(rest())

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,21 @@ def test_a_model_whose_engine_was_killed_can_be_removed(node: NodeProcess, check
     wait_for("the engine to be gone", lambda: node.ready()["guest"] == "restarting")
     assert admin(node, "DELETE", "models/guest").status_code == 200  # while it waits for its restart
     assert set(node.engines()) == {"steady"}
+    assert_alone(node)
+
+
+@pytest.mark.slow
+def test_a_model_is_not_removed_while_it_falls_asleep(node: NodeProcess, checkpoint: Path) -> None:
+    [section] = small_models(checkpoint, "guest")
+    assert add(node, section).status_code == 201
+    node.engines()["guest"].send_signal(signal.SIGSTOP)  # so that its end takes seconds
+    with ThreadPoolExecutor(1) as threads:
+        sleeping = threads.submit(admin, node, "POST", "models/guest/sleep?level=2")
+        wait_for("it to fall asleep", lambda: node.ready()["guest"] == "going to sleep")
+        refused = admin(node, "DELETE", "models/guest?now=true")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_ready")
+        assert sleeping.result().json()["state"] == "asleep"
+    assert admin(node, "DELETE", "models/guest").status_code == 200
     assert_alone(node)
 
 
