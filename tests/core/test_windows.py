@@ -183,7 +183,7 @@ def test_a_prompt_does_not_stand_still_while_an_answer_behind_it_goes_on(
 
 
 def test_who_begins_in_a_step_stays_in_it() -> None:
-    """Of two prompts in part the first takes all room; the other has its turn in the next step."""
+    """The first of two prompts in part takes all room; the other has its turn in the next step."""
     groups = ((1, 200, 0), (1, 11, 8))
     e = Engine(
         Setup(
