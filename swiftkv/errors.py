@@ -21,6 +21,10 @@ class CheckpointError(SwiftkvError, ValueError):
     """A model directory that cannot be served: the message names the file and what is wrong with it."""
 
 
+class FilesChangedError(CheckpointError):
+    """A model whose files were overwritten while they were in use: another process would load the new ones."""
+
+
 class LoadError(SwiftkvError):
     """A model that was asleep and cannot be loaded again; `cause` is what its loading raised."""
 

@@ -127,7 +127,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with _out_of_memory_is_no_room(self.device):
-            return load_decoder(
+            model = load_decoder(
                 self._model_config,
                 self._files,
                 getattr(torch, config.dtype),
@@ -136,6 +136,8 @@ class ModelRunner:
                 config.block_size,
                 communicator=self._communicator,
             )
+        self._files.check_unchanged()
+        return model
 
     def drop_weights(self) -> None:
         """Free the memory of the weights. Until `use`, only steps without tokens may run, which only copy."""

@@ -23,7 +23,7 @@ from swiftkv.engine.messages import (
 )
 from swiftkv.engine.ranks import Follower, open_runner
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.errors import CheckpointError, ConfigError, LoadError, NoRoomError
+from swiftkv.errors import CheckpointError, ConfigError, FilesChangedError, LoadError, NoRoomError
 from swiftkv.processes import be_killed_first
 from swiftkv.progress import PROGRESS
 
@@ -109,7 +109,9 @@ def _load_failed(config: EngineConfig, error: Exception) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code of an engine that could not be loaded."""
+    """Return the exit code of an engine that could not be loaded; 1 if the next one may be, with other files."""
+    if isinstance(error, FilesChangedError):
+        return 1
     return EXIT_NO_ROOM if isinstance(error, NoRoomError) else EXIT_LOAD_FAILED
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swiftkv.arithmetic import ceil_div
-from swiftkv.errors import CheckpointError
+from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear
@@ -38,9 +39,12 @@ class MappedWeights:
         """Raises `CheckpointError` if a file is missing or is not safetensors."""
         self.directory = directory
         self._files: dict[Path, Any] = {}
+        self._opened: list[tuple[BinaryIO, tuple[int, int]]] = []  # each file, with its mark when it was mapped
         self._file_of: dict[str, Path] = {}
         for file in weight_files(directory):
             try:
+                opened = file.open("rb")
+                self._opened.append((opened, _mark(opened)))
                 self._files[file] = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from None
@@ -75,6 +79,14 @@ class MappedWeights:
         """Return a tensor as bytes, for number formats that torch does not know. Raises as `get` does."""
         return self._get(name, shape, (torch.uint8,))
 
+    def check_unchanged(self) -> None:
+        """Raise `FilesChangedError` if a mapped file was written to. One that another replaced is still mapped."""
+        for opened, mark in self._opened:
+            if _mark(opened) != mark:
+                raise FilesChangedError(
+                    f"{opened.name} was overwritten while the model used it; put new files in place by renaming them"
+                )
+
     def forget_all(self) -> None:
         """Do as `forget` does for every tensor."""
         for name in self._file_of:
@@ -88,6 +100,12 @@ class MappedWeights:
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+def _mark(opened: BinaryIO) -> tuple[int, int]:
+    """Return what changes when a file is written to."""
+    status = os.fstat(opened.fileno())
+    return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True)

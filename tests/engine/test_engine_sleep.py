@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from swiftkv.engine.messages import Sleep, Slept, StepOutput, Wake, Woken
-from tests.engine.engine_process import EngineProcess
+from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import wait_for
 
@@ -46,6 +47,19 @@ def test_answers_are_the_same_before_and_after(engine: EngineProcess) -> None:
     assert all(answer.cached_tokens for answer in again)  # the pool was kept
     fresh = engine.generate(PROMPTS, max_tokens=20, cache_salt="computed anew")
     assert [answer.token_ids for answer in fresh] == before
+
+
+def test_an_engine_whose_files_were_overwritten_ends_when_it_wakes(tmp_path: Path) -> None:
+    """Otherwise it would answer with new weights from the KV of the old ones."""
+    make_checkpoint(tmp_path / "model", "llama")
+    make_checkpoint(tmp_path / "other", "llama", seed=1)
+    with EngineProcess(tmp_path / "model", subprocess.PIPE, incarnation=7) as engine:
+        say(engine, Sleep())
+        shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "model" / "model.safetensors")
+        engine.send(Wake())
+        assert engine.process.wait(TIMEOUT_S) == 1  # so its supervisor starts it again
+        assert engine.process.stderr is not None
+        assert "model.safetensors was overwritten while the model used it" in engine.process.stderr.read().decode()
 
 
 @pytest.mark.slow

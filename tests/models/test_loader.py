@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftkv.errors import CheckpointError
+from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels import reference
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
@@ -71,6 +72,22 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
     files = MappedWeights(tmp_path)
     decoder = load_decoder(read_config(tmp_path), files, torch.bfloat16, "cpu", 64, ops=reference)
     assert decoder._lm_head.weight.data_ptr() == decoder._embedding.data_ptr()
+
+
+def test_files_that_are_overwritten_are_noticed_and_those_that_are_replaced_are_still_there(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", max_shard_size="100KB")
+    files = MappedWeights(tmp_path)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    (tmp_path / "arriving").write_bytes(content)
+    os.replace(tmp_path / "arriving", shard)
+    files.check_unchanged()
+    files = MappedWeights(tmp_path)
+    with shard.open("r+b") as file:  # as cp and rsync --inplace do
+        file.write(content)
+    os.utime(shard, ns=(0, 0))
+    with pytest.raises(FilesChangedError, match=rf"{shard} was overwritten while the model used it"):
+        files.check_unchanged()
 
 
 def test_no_weights(tmp_path: Path) -> None:
