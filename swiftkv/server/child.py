@@ -88,7 +88,7 @@ class Child:
     async def _exchange(self, message: bytes) -> bytes:
         """Return the process's answer. Raises `IncompleteReadError` or `ConnectionError` if the process ends."""
         process = self._process
-        if process is None or process.returncode is not None:  # it may have been killed while it had nothing to do
+        if process is None or _has_ended(process):  # it may have been killed while it had nothing to do
             process = await self._start_process()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -110,6 +110,16 @@ class Child:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def _has_ended(process: Process) -> bool:
+    """Return whether a process has ended, if the event loop has not heard of it yet."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # a thread of the loop has just waited for it
+        return True
 
 
 @dataclass(frozen=True, slots=True)
