@@ -248,7 +248,7 @@ bool StepBuilder::is_in_progress(const Request& r) {
     return r.num_scheduled > (r.is_in_step ? row_of(r)->num_tokens : 0);
 }
 
-// The step computes nothing of the request after all.
+// Takes the request's row out of the step.
 void StepBuilder::take_out(Request& r) {
     const auto row = row_of(r);
     r.is_in_step = false;

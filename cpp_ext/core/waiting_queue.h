@@ -22,8 +22,8 @@ namespace swiftkv {
 // proportion to the lanes of its priority, however many requests wait.
 class WaitingQueue {
   public:
-    // Goes through the requests of a queue in order: by priority, then those of flows that are past their share behind
-    // the others, then as the order says. Those that it has passed may leave the queue meanwhile, and be charged for.
+    // Goes through the requests of a queue in order: by priority, then flows that are past their share after the
+    // others, then as the order says. Requests that it has passed may leave the queue meanwhile, and be charged for.
     // It leaves out those that are held, however many they are.
     class Cursor {
       public:

@@ -274,7 +274,7 @@ class DecodeGraphs(Generic[Inputs]):
             launch()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may copy and allocate meanwhile: only this one must do nothing that cannot be captured.
+        # Other threads may copy and allocate meanwhile; only this one must not do what cannot be captured.
         with torch.cuda.graph(graph, pool=variant.memory, stream=stream, capture_error_mode="thread_local"):
             hidden = launch()
 

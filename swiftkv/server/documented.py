@@ -33,7 +33,7 @@ def documented(
 
     Args:
         ok: The status of success.
-        path: The route's, where errors depend on it.
+        path: The route's path, where errors depend on it.
         anthropic: The schema of the same answer in Anthropic's shape, where a header asks for that.
     """
     reference: dict[str, Any] = {"$ref": f"#/components/schemas/{schema}"}

@@ -95,11 +95,11 @@ class ToldBy:
 
 
 def told_by(key: str, tags: Mapping[str, str], *, default: str = "", because: str = "") -> ToldBy:
-    """Return what tells the members of a union apart: the text in `key`.
+    """Return a discriminator that finds the member of a union by the text in `key`.
 
     Args:
-        tags: The `Tag` of the member for each text. No field may be called so: errors would name it.
-        default: The text where there is none.
+        tags: The `Tag` of the member for each text. No tag may be the name of a field: errors would name that field.
+        default: The text if `key` is missing.
         because: The reason for which others are refused, if the texts here do not show it.
     """
 

@@ -7,7 +7,7 @@ from fastapi import Request
 from swiftkv.server.errors import ApiError
 
 SHOWN_CHARS = 128
-"""The most of a name that a client chose."""
+"""The most characters shown of a name that a client chose."""
 
 
 async def no_unknown_parameters(request: Request) -> None:
