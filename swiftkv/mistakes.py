@@ -52,8 +52,8 @@ def _instead_of(unknown: str, known: Sequence[str]) -> str:
     flag = unknown.replace("-", "_")
     if flag in known:
         return f"did you mean {flag}?"
-    is_slip = f"{flag}s" in known or f"{flag}_env" in known  # of `models` at the top, or of a tenant's `api_key_env`
-    if flag in _KEY_OF_FLAG and not is_slip:
+    is_begun = any(key.startswith(flag) for key in known)  # `models` at the top, or a tenant's `api_key_env`
+    if flag in _KEY_OF_FLAG and not is_begun:
         return f"vLLM's {unknown} is {_KEY_OF_FLAG[flag]} here"
     close = difflib.get_close_matches(unknown, known, n=1)
     return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"

@@ -9,7 +9,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,12 +77,9 @@ def die_with_parent() -> bool:
 
 def exit_in(patience_s: float, code: int) -> None:
     """Exit after `patience_s` if this process, which waits for all its threads, has not ended by then."""
-
-    def wait() -> None:
-        time.sleep(patience_s)
-        os._exit(code)
-
-    threading.Thread(target=wait, name="exit", daemon=True).start()
+    timer = threading.Timer(patience_s, os._exit, [code])
+    timer.daemon = True
+    timer.start()
 
 
 def be_killed_first() -> None:

@@ -322,7 +322,7 @@ void KvCache::move_out(int g, ExtentId extent, std::span<BlockTable* const> tabl
         if (pool.state(from) != BlockState::kUsed) continue;
         if (pool.free_beside_used(extent) == kNone) evict(g, pool.oldest_cached_beside_used(extent));
         const BlockId to = pool.take(pool.free_beside_used(extent));
-        // Not point_to(), which reports to routers: for them the index has the same block in the same place.
+        // This does not call point_to(), which reports to routers: for them the same block stays in the same place.
         if (const NodeId node = pool.node(from); node != kNone) index_.set_block(node, g, to);
         pool.replace(from, to);
         local_moves_.push_back({g, from, to});

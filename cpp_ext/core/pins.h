@@ -17,8 +17,8 @@ using PinId = uint64_t;
 
 struct PinOutcome {
     int length;  // of the prefix that is here, in blocks
-    double
-        share;  // of the pool that all pins and this one take; if groups do not share extents, the largest of a group
+    // Of the pool, the part that all pins and this one take; if groups do not share extents, the largest of a group.
+    double share;
     bool is_kept;
 };
 

@@ -26,9 +26,10 @@ def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int
     if not eos_token_ids or not file.is_file():
         return None
     try:
-        tokens = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        content = msgspec.json.decode(file.read_bytes())
+        tokens = msgspec.convert(content, type=_TokenizerFile)
         long = {text for text in tokens.ids() if len(text.encode()) > _LONGEST_BYTES}
-        tokenizer = LLTokenizer(_for_grammars(file, tokens, long), n_vocab=vocab_size, eos_token=eos_token_ids[0])
+        tokenizer = LLTokenizer(_for_grammars(content, tokens, long), n_vocab=vocab_size, eos_token=eos_token_ids[0])
     except (ValueError, msgspec.DecodeError) as error:
         logger.warning("%s: no answer can be held to a grammar: %s", file, error)
         return None
@@ -73,18 +74,16 @@ class _TokenizerFile(msgspec.Struct):
         return self.model.ids() | {token.content: token.id for token in self.added_tokens}
 
 
-def _for_grammars(file: Path, tokens: _TokenizerFile, long: set[str]) -> str:
+def _for_grammars(tokenizer: dict[str, Any], tokens: _TokenizerFile, long: set[str]) -> str:
     """Return a `tokenizer.json` whose texts can all be spelled.
 
     Special tokens and `long` ones get short names, which are no text. Tags such as `<tool_call>` that are not special
-    become ordinary tokens.
+    become ordinary tokens. Changes `tokenizer`, which is what `tokens` lists.
     """
-    tags = {token.content for token in tokens.added_tokens if token.has_tag_form and not token.special}
-    ordinary = {token.content for token in tokens.added_tokens if token.content in tags and token.is_plain} - long
-    special = {token.content for token in tokens.added_tokens if token.special}
-    ids = tokens.ids()
-    names = {text: f"<|token {ids[text]}|>" for text in (special | tags | long) - ordinary}
-    tokenizer: dict[str, Any] = msgspec.json.decode(file.read_bytes())
+    added_tokens, ids = tokens.added_tokens, tokens.ids()
+    ordinary = {t.content for t in added_tokens if t.has_tag_form and t.is_plain and not t.special} - long
+    nameless = {t.content for t in added_tokens if t.has_tag_form or t.special} - ordinary | long
+    names = {text: f"<|token {ids[text]}|>" for text in nameless}
     added = {token["id"]: token for token in tokenizer.get("added_tokens", []) if token["content"] not in ordinary}
     added |= {ids[text]: _special_token(ids[text], name) for text, name in names.items()}
     model = tokenizer["model"]

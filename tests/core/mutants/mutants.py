@@ -928,7 +928,7 @@ MUTANTS = [
         "limits.policy == SchedulingPolicy::kFcfs ? 0 : n.priority",
         "n.priority",
     ),
-    # Who makes room for those before it.
+    # The requests that make room for those before them.
     one(
         "a prompt in part waits for the end of an answer behind it",
         BUILDER,
