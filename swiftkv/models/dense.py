@@ -23,6 +23,7 @@ from pathlib import Path
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.experts import GELU_TANH, SILU
 from swiftkv.kernels.ops import PackedMlp
+from swiftkv.models import quantization
 from swiftkv.models.config import AttentionKind, DecoderConfig, with_window
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
 from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, read_rope
@@ -93,8 +94,7 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
     file = directory / "config.json"
     if raw.hidden_act != traits.hidden_act:
         raise ConfigError(f"{file}: hidden_act: {raw.hidden_act!r} is not supported, only {traits.hidden_act!r} is")
-    if raw.quantization_config is not None:
-        raise ConfigError(f"{file}: quantization_config: quantized weights are not supported, use the originals")
+    quantization.check_config(file, raw.quantization_config)
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     head_dim = raw.head_dim or traits.head_dim or raw.hidden_size // raw.num_attention_heads
     if raw.num_attention_heads % num_kv_heads:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from swiftkv.errors import CheckpointError
+from swiftkv.models import quantization
 from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -44,13 +45,16 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
     Only headers are read, so that mistakes are known before a serving model makes room for this one.
     """
     shapes: dict[str, tuple[int, ...]] = {}
+    in_fp8: set[str] = set()
     for file in weight_files(directory):
-        shapes |= _shapes(file)
+        header = _header(file)
+        shapes |= {name: shape for name, (_, shape) in header.items()}
+        in_fp8 |= {name for name, (dtype, _) in header.items() if dtype == quantization.SAFETENSORS_FP8}
     is_bare = "embed_tokens.weight" in shapes
     for name, weight in weights.items():
-        wanted, shape = weight.stored_as or name, weight.shape
+        wanted, shape, num_shards = weight.stored_as or name, weight.shape, 1
         if weight.packed is not None and weight.packed.name in shapes:
-            wanted, shape = weight.packed.name, weight.packed.shape
+            wanted, shape, num_shards = weight.packed.name, weight.packed.shape, weight.packed.num_shards
         stored = wanted.removeprefix("model.") if is_bare else wanted
         if f"{stored}_blocks" in shapes:  # an MXFP4 tensor, whose shape differs
             continue
@@ -60,10 +64,15 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
             raise CheckpointError(
                 f"{directory}: tensor {wanted} has shape {shapes[stored]}, config.json makes it {shape}"
             )
+        if stored in in_fp8:
+            quantization.scale_name(stored, shape, num_shards, shapes.get)
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors of one file. Raises `CheckpointError` if it is cut short or not safetensors."""
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor of one file, by name.
+
+    Raises `CheckpointError` if the file is cut short or is not safetensors.
+    """
     try:
         with file.open("rb") as stream:
             num_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -71,9 +80,9 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
             size = os.fstat(stream.fileno()).st_size
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        described = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not safetensors: {error}") from None
     if size != _LENGTH_BYTES + num_bytes + end:
         raise CheckpointError(f"{file}: has {size} bytes, and its header {_LENGTH_BYTES + num_bytes + end}")
-    return shapes
+    return described

@@ -20,6 +20,7 @@ from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear
+from swiftkv.models import fp8, quantization
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.files import weight_files
@@ -29,7 +30,8 @@ from swiftkv.models.rope import cos_sin_table
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, ShardedRows, Weight
 from swiftkv.progress import PROGRESS
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 class MappedWeights:
@@ -55,6 +57,16 @@ class MappedWeights:
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
         return self._get(name, shape, _DTYPES)
+
+    def scale_of(self, name: str, shape: tuple[int, ...], num_shards: int) -> Tensor:
+        """Return the factors of the FP8 weight `name`, as `fp8.unpack` takes them. Raises `CheckpointError`."""
+        scale = quantization.scale_name(name, shape, num_shards, self._shape_of)
+        return self._get(scale, self._shape_of(scale) or (), _SCALE_DTYPES)
+
+    def _shape_of(self, name: str) -> tuple[int, ...] | None:
+        stored = self._stored_name(name)
+        file = self._file_of.get(stored)
+        return None if file is None else tuple(self._files[file].get_slice(stored).get_shape())
 
     def _get(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
         file = self._file_of.get(self._stored_name(name))
@@ -168,11 +180,19 @@ class Packer:
         weight = self.weights[name]
         packed = self._packed(weight)
         if packed is None:
-            stored = self.files.get(weight.stored_as or name, weight.shape)[weight.part]
+            stored = self._whole(weight.stored_as or name, weight.shape)[weight.part]
         else:
-            stored = packed.of(self.files.get(packed.name, packed.shape))[weight.part]
+            stored = packed.of(self._whole(packed.name, packed.shape, packed.num_shards))[weight.part]
         PROGRESS.loads(stored.numel() * self.dtype.itemsize)
         return stored
+
+    def _whole(self, name: str, shape: tuple[int, ...], num_shards: int = 1) -> Tensor:
+        """Return a tensor of the checkpoint, read-only; FP8 is unpacked on the model's device."""
+        stored = self.files.get(name, shape)
+        if stored.dtype != torch.float8_e4m3fn:
+            return stored
+        scale = self.files.scale_of(name, shape, num_shards)
+        return fp8.unpack(stored.to(self.device), scale.to(self.device), self.dtype, num_shards)
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return the place of a weight inside another tensor, if the checkpoint stores it there."""

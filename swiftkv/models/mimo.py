@@ -1,12 +1,13 @@
 """MiMo-V2: window layers with sinks and KV heads of their own, values smaller than keys, and many experts.
 
-The halves of layers are those of `models/dense.py` and `models/moe.py`. A config file is that of the published
-MiMo-V2-Flash, one that transformers wrote, or that of a MiMo-V2.5 whose weights are not quantized.
+The halves of layers are those of `models/dense.py` and `models/moe.py`. A config file is that of a published
+MiMo-V2-Flash or MiMo-V2.5, or one that transformers wrote.
 
-MiMo-V2.5 has one matrix instead of the projections of queries, keys and values. The published matrix was divided for as
-many ranks as full attention has KV heads, and has each rank's queries, keys and values below those of the rank before.
-Programs that quantize it write all queries, then all keys and all values, under the same name and in the same shape. So
-`config.json` must tell which it is, under a key of ours, `fused_qkv_shards`.
+MiMo-V2.5 has one matrix instead of the projections of queries, keys and values. The published matrix, which is FP8 in
+blocks, was divided for as many ranks as full attention has KV heads, and has each rank's queries, keys and values below
+those of the rank before. Programs that write it in other formats write all queries, then all keys and all values, under
+the same name and in the same shape. For those `config.json` must tell which it is, under a key of ours,
+`fused_qkv_shards`.
 
 This file imports no torch, so that `swiftkv plan` answers at once.
 """
@@ -20,6 +21,7 @@ import msgspec
 
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.experts import Router
+from swiftkv.models import quantization
 from swiftkv.models.config import AttentionKind, DecoderConfig, divided
 from swiftkv.models.dense import Biases, Traits, decoder_config
 from swiftkv.models.hf_config import FULL, WINDOW, HFConfig, mistakes_in, read_known_keys, read_rope
@@ -143,16 +145,19 @@ def _fused_qkv_shards(file: Path, raw: _Keys, kinds: tuple[AttentionKind, ...]) 
     """Return for how many ranks the matrix of queries, keys and values was divided; `None` without such a matrix."""
     if raw.attention_projection_layout == "split":
         return None
-    if raw.fused_qkv_shards is None:
+    num_shards = raw.fused_qkv_shards
+    if num_shards is None and quantization.is_block_wise(raw.quantization_config):
+        num_shards = kinds[0].num_kv_heads  # as published
+    if num_shards is None:
         raise ConfigError(
             f"{file}: attention_projection_layout: fused_qkv is stored in two ways of one shape; add "
             f'"fused_qkv_shards": {kinds[0].num_kv_heads} to the file if the weights are in the published order, and '
             "1 if they are all queries, all keys, all values, as programs that quantize write them"
         )
     heads = sorted({count for kind in kinds for count in (kind.num_heads, kind.num_kv_heads)})
-    if raw.fused_qkv_shards < 1 or any(count % raw.fused_qkv_shards for count in heads):
-        raise ConfigError(f"{file}: fused_qkv_shards: {raw.fused_qkv_shards} does not divide {heads} heads")
-    return raw.fused_qkv_shards
+    if num_shards < 1 or any(count % num_shards for count in heads):
+        raise ConfigError(f"{file}: fused_qkv_shards: {num_shards} does not divide {heads} heads")
+    return num_shards
 
 
 def _fused_qkv(weights: dict[str, Weight], kind: AttentionKind, hidden: int, num_shards: int) -> dict[str, Weight]:

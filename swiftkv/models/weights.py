@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.models.config import AttentionKind, DecoderConfig
@@ -24,6 +24,7 @@ class PackedPart:
     name: str
     shape: tuple[int, ...]
     index: tuple[int | slice, ...]
+    num_shards: ClassVar = 1
 
     def of(self, packed: Tensor) -> Tensor:
         """Return the weight, a view."""

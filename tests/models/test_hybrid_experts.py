@@ -148,7 +148,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
         (MIMO | {"attention_projection_layout": "packed"}, ["attention_projection_layout", "fused_qkv"]),
         (MIMO | {"attention_projection_layout": "fused_qkv"}, ['"fused_qkv_shards": 1', "published"]),
         (MIMO | {"attention_projection_layout": "fused_qkv", "fused_qkv_shards": 3}, ["fused_qkv_shards", "3"]),
-        (MIMO | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        (MIMO | {"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
         (GPT_OSS | {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "mxfp4"]),
         (GPT_OSS | {"num_local_experts": 2}, ["4", "2"]),
         (GPT_OSS | {"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
