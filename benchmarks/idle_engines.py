@@ -45,7 +45,7 @@ def start_node(checkpoint: str, port: int, directory: str) -> subprocess.Popen[b
     ]
     file = Path(directory) / "node.yaml"
     file.write_text(yaml.safe_dump({"node": {"port": port}, "models": models}))
-    node = subprocess.Popen([sys.executable, "-m", "swiftkv.cli", "serve", str(file)])
+    node = subprocess.Popen([sys.executable, "-m", "swiftkv", "serve", str(file)])
     while True:
         try:
             if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == httpx.codes.OK:

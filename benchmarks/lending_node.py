@@ -80,7 +80,7 @@ class Node:
         self.plans: tuple[ModelPlan, ...] = plan_node(self.config, need_weights=True)
         with (self.directory / "log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "swiftkv.cli", "serve", str(file)],
+                [sys.executable, "-m", "swiftkv", "serve", str(file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TMPDIR": str(self.directory)},

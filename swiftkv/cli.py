@@ -357,7 +357,3 @@ def bench_serve(context: typer.Context) -> None:
     from swiftkv.bench.serve import main as run_bench
 
     raise typer.Exit(run_bench(context.args))
-
-
-if __name__ == "__main__":
-    app()

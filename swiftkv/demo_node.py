@@ -28,7 +28,7 @@ from swiftkv.tier_config import why_not_below
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 1.0  # a node that is starting accepts connections before it answers; the display goes on
-_SERVE = module_command("swiftkv.cli", "serve")
+_SERVE = module_command("swiftkv", "serve")
 
 
 class TooLongError(EngineError):

@@ -143,7 +143,7 @@ def test_a_context_far_below_the_model_s_is_warned_about(
 ) -> None:
     (checkpoint / "config.json").write_text(json.dumps({**MULTI_HEAD, "max_position_embeddings": 8192}))
     file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, {section}}}]")
-    done = subprocess.run([sys.executable, "-m", "swiftkv.cli", command, str(file)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "swiftkv", command, str(file)], capture_output=True, text=True)
     warnings = [line for line in done.stdout.splitlines() if "raise kv_cache.memory" in line]
     assert len(warnings) == bool(warning)
     assert "".join(warnings).startswith(f"a: {warning}" if warning else "")
@@ -254,7 +254,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, checkpoint
     """Every name is there, no file is what it says: only the engine can tell."""
     file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}}}]")
     done = subprocess.run(
-        [sys.executable, "-m", "swiftkv.cli", "serve", str(file)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "swiftkv", "serve", str(file)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

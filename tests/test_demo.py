@@ -34,7 +34,7 @@ def write_config(path: Path, *models: str, **node: object) -> Path:
 
 
 def start_demo(config: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "swiftkv.cli", "demo", str(config)]
+    command = [sys.executable, "-u", "-m", "swiftkv", "demo", str(config)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -111,7 +111,7 @@ def test_containers_run_commands_that_there_are(container_file: list[list[str]])
     assert options
     for command in ([*entry, *arguments[:1], "--help"], [*json.loads(check), "--help"]):
         assert command[0] in installed
-        subprocess.run([sys.executable, "-m", "swiftkv.cli", *command[1:]], check=True, capture_output=True, timeout=60)
+        subprocess.run([sys.executable, "-m", "swiftkv", *command[1:]], check=True, capture_output=True, timeout=60)
     extras = set(re.findall(r'"\.\[([\w,]+)\]"', " ".join(rest for _, rest in container_file))[0].split(","))
     assert extras <= PROJECT["optional-dependencies"].keys()
     users = [rest for name, rest in container_file if name == "USER"]

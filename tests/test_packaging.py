@@ -102,7 +102,7 @@ def test_a_wheel_in_a_fresh_environment_gives_a_demo(tmp_path: Path) -> None:
     assert config.exists()
     for port, free in zip((8000, 8001, 8002), free_ports(3), strict=True):
         config.write_text(config.read_text().replace(f"port: {port}", f"port: {free}"))
-    command = [str(fresh / "bin/python"), "-m", "swiftkv.cli", "demo"]
+    command = [str(fresh / "bin/python"), "-m", "swiftkv", "demo"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "lending changed none of the answers" in done.stdout

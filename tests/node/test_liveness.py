@@ -92,7 +92,7 @@ def why_not_ready(node: NodeProcess) -> str | None:
 
 
 def status(node: NodeProcess, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swiftkv.cli", "status", "--url", node.url, *options]
+    command = [sys.executable, "-m", "swiftkv", "status", "--url", node.url, *options]
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
 
@@ -283,7 +283,7 @@ def test_output_that_goes_nowhere_holds_nobody_up(kind: str, checkpoint: Path, t
     file = tmp_path / "node.yaml"
     [port] = free_ports(1)
     file.write_text(yaml.safe_dump(config(checkpoint, "only", port=port)))
-    arguments = ["-m", "swiftkv.cli", "serve", str(file)]
+    arguments = ["-m", "swiftkv", "serve", str(file)]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with output_that_goes_nowhere(kind) as fd:
         if fd is None:

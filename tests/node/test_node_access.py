@@ -38,7 +38,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "SWIFTKV_ADMIN_KEY"}
-    command = [sys.executable, "-m", "swiftkv.cli", *arguments]
+    command = [sys.executable, "-m", "swiftkv", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
 
 

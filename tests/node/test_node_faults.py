@@ -28,7 +28,7 @@ from tests.support.node_process import (
     wait_for,
 )
 
-RUN_COMMAND = "runpy.run_module('swiftkv.cli', run_name='__main__', alter_sys=True)"
+RUN_COMMAND = "runpy.run_module('swiftkv', run_name='__main__', alter_sys=True)"
 
 
 def config(checkpoint: Path, *names: str, **node: Any) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def test_engines_import_nothing_from_the_working_directory_and_outlive_it(
     directory = tmp_path / "here"
     directory.mkdir()
     (directory / "safetensors.py").write_text("raise SystemExit('imported from the working directory')")
-    program = ("-P", "-m", "swiftkv.cli")
+    program = ("-P", "-m", "swiftkv")
     with NodeProcess(config(checkpoint, "only"), tmp_path, temporary, program=program, cwd=directory) as node:
         remove(directory)
         node.engines()["only"].send_signal(signal.SIGKILL)

@@ -75,7 +75,7 @@ def test_top_says_why_it_ends_when_the_node_is_gone(tmp_path: Path, tokenizer: T
     """The line is not part of the screen, which disappears."""
     gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(admin_key="admin-key"))
     environment = os.environ | {"SWIFTKV_ADMIN_KEY": gateway.admin_key, "SWIFTKV_URL": gateway.url, "TERM": "xterm"}
-    command = [sys.executable, "-m", "swiftkv.cli", "top", "--interval", "0.1"]
+    command = [sys.executable, "-m", "swiftkv", "top", "--interval", "0.1"]
     terminal, its_end = pty.openpty()
     try:
         top = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=subprocess.PIPE, env=environment)

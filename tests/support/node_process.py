@@ -57,7 +57,7 @@ class NodeProcess:
         temporary: Path,
         *,
         wait: bool = True,
-        program: Sequence[str] = ("-m", "swiftkv.cli"),
+        program: Sequence[str] = ("-m", "swiftkv"),
         stderr: int | None = None,
         cwd: Path | None = None,
     ) -> None:
