@@ -57,7 +57,9 @@ def _api_key(headers: Headers) -> list[bytes]:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.strip().encode("latin-1")).digest()
+    # Only HTTP's blanks may surround a header's value. `str.strip()` would also take the bytes 0x85 and 0xA0, with
+    # which some characters, such as "à", end in UTF-8.
+    return hashlib.sha256(key.strip(" \t").encode("latin-1")).digest()
 
 
 class ApiKeyMiddleware:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from echo_gateway import Gateway, start_gateway
@@ -47,6 +48,19 @@ def test_with_the_key_everything_is(locked_gateway: Gateway) -> None:
     wrong = locked_gateway.openai().with_options(api_key="wrong")
     with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
+
+
+@pytest.mark.parametrize("key", ["key-à", "\x85key"])
+def test_only_blanks_around_a_key_are_not_part_of_it(key: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(api_key=key))
+    sent = key.encode()
+    try:
+        with httpx.Client(base_url=gateway.url) as http:
+            for headers in ({"Authorization": b"Bearer \t" + sent}, {"x-api-key": sent}):
+                assert http.get("/v1/models", headers=headers).status_code == 200
+            assert http.get("/v1/models", headers={"x-api-key": sent + b"\xa0"}).status_code == 401
+    finally:
+        stop()
 
 
 def test_monitoring_needs_no_key(locked_gateway: Gateway) -> None:
