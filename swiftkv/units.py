@@ -41,9 +41,8 @@ def parse_duration(value: object) -> float:
 
 def parse_limit(value: object) -> float | None:
     """Return seconds from a duration; `None` from `off` and 0, for no limit. Raises `ValueError`."""
-    if value is False or value in ("off", "0") or (type(value) is int and value == 0):
-        return None
-    return (float(value) if isinstance(value, float) else parse_duration(value)) or None
+    is_off = value in (False, "off", "0")  # 0 is equal to False
+    return None if is_off else parse_duration(value) or None
 
 
 def _parse_percentage(text: str) -> Fraction:

@@ -115,6 +115,13 @@ MISTAKES = [
         "node: {watchdog: 120}\n" + ONE_MODEL % "",
         "node.watchdog: 120 is not a duration such as 500ms, 60s, 2m or 1h, or off",
     ),
+    *(
+        (
+            f"node: {{watchdog: {number}}}\n" + ONE_MODEL % "",
+            f"node.watchdog: {shown} is not a duration such as 500ms, 60s, 2m or 1h, or off",
+        )
+        for number, shown in (("-1.5", "-1.5"), (".nan", "nan"), (".inf", "inf"), ("2.5", "2.5"))
+    ),
     (
         "node: {load_timeout: on}\n" + ONE_MODEL % "",
         "node.load_timeout: True is not a duration such as 500ms, 60s, 2m or 1h, or off",
@@ -330,7 +337,7 @@ def test_defaults_for_everything_but_name_and_path() -> None:
 
 @pytest.mark.parametrize(
     ("written", "means_s"),
-    [("off", None), ("'off'", None), ("0", None), ("0s", None), ("90s", 90.0), ("250ms", 0.25)],
+    [("off", None), ("'off'", None), ("0", None), ("0.0", None), ("0s", None), ("90s", 90.0), ("250ms", 0.25)],
 )
 def test_a_time_limit_can_be_off(written: str, means_s: float | None) -> None:
     raw = yaml.safe_load(f"{{node: {{watchdog: {written}}}, models: [{{name: chat, path: somewhere}}]}}")
