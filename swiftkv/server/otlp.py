@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 
@@ -75,14 +75,23 @@ class OtlpSink(Collector):
 
     def _send_waiting(self) -> None:
         while traces := list(islice(self._taken(), _MAX_AT_ONCE)):
-            if self._export(self._maker.spans(traces)):
+            try:
+                is_sent = self._export(self._maker.spans(traces))
+            except Exception:  # noqa: BLE001 (whatever it is, later traces may be sent)
+                self._note_lost(traces, "traces are lost: they could not be made or sent", has_error=True)
+                continue
+            if is_sent:
                 self.num_sent += len(traces)
                 self._has_failed = False
-                continue
-            self.num_dropped += len(traces)
-            if not self._has_failed:
-                logger.warning("traces are lost: %s does not take them; swiftkv:traces_total counts", self._endpoint)
-            self._has_failed = True
+            else:
+                self._note_lost(traces, f"traces are lost: {self._endpoint} does not take them")
+
+    def _note_lost(self, traces: Sequence[RequestTrace], why: str, *, has_error: bool = False) -> None:
+        """Count traces that were not sent, and log it unless those before them were lost, too."""
+        self.num_dropped += len(traces)
+        if not self._has_failed:
+            logger.warning("%s; swiftkv:traces_total counts", why, exc_info=has_error)
+        self._has_failed = True
 
     def _taken(self) -> Iterator[RequestTrace]:
         while True:

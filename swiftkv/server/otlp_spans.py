@@ -85,10 +85,10 @@ class SpanMaker:
         self._tracer = provider.get_tracer("swiftkv", __version__)
 
     def spans(self, traces: Sequence[RequestTrace]) -> list[ReadableSpan]:
+        self._ended.spans = []  # not those of an earlier call that failed: they count as lost
         for trace in traces:
             self._make(trace)
-        made, self._ended.spans = self._ended.spans, []
-        return made
+        return self._ended.spans
 
     def _make(self, trace: RequestTrace) -> None:
         self._ids.next = trace.context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.otlp import OtlpSink
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tracing import RequestTrace, TraceContext
 from tests.support.node_process import wait_for
 from tests.support.otlp_receiver import Receiver, receiving, values
 
@@ -152,6 +154,24 @@ def test_a_collector_that_is_slow_holds_up_nobody(tmp_path: Path, tokenizer: Tok
             receiver.may_answer.set()
             stop()
     assert sink.num_sent > 0
+
+
+def test_traces_go_on_after_one_that_cannot_be_sent(caplog: pytest.LogCaptureFixture) -> None:
+    def trace(trace_id: int, ended_s: float) -> RequestTrace:
+        context = TraceContext(trace_id, 7)
+        return RequestTrace(context, None, "POST", "/v1/completions", "mine", "chat", 200, 1.0, ended_s, [], 0)
+
+    with receiving() as receiver, closing(OtlpSink(receiver.url)) as sink:
+        for num_lost in (1, 2):
+            sink.put(trace(5, math.nan))
+            wait_for("the trace to be given up", lambda num_lost=num_lost: sink.num_dropped == num_lost)
+        sink.put(trace(6, 2.0))
+        assert receiver.trace(f"{6:032x}", 1)
+        wait_for("the trace to be counted", lambda: sink.num_sent == 1)
+    assert receiver.spans.empty()
+    [logged] = [record for record in caplog.records if record.name == "swiftkv.server.otlp"]
+    assert logged.exc_info is not None
+    assert "traces are lost" in logged.getMessage()
 
 
 def test_without_the_packages_the_start_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
