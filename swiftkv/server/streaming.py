@@ -77,12 +77,16 @@ async def streamed_answer(request: Request, answer: Answer) -> Response:
 
 
 async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
+    batch: Sequence[Delta] | None = first
+    is_written = False
     try:
-        yield await _told(answer, first)
-        answer.note_first_written()
-        async for batch in batches:
-            if events := await _told(answer, batch):
+        while batch is not None:
+            if events := await _told(answer, batch):  # none while the text may begin a stop string
                 yield events
+                if not is_written:
+                    answer.note_first_written()
+                    is_written = True
+            batch = await anext(batches, None)
         if events := await _made(answer, answer.closing, is_small=answer.has_small_closing):
             yield events
     except ApiError as error:

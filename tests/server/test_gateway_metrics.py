@@ -14,6 +14,7 @@ from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import MAX_HIDDEN, GatewayMetrics
 from swiftkv.server.node_views import EngineView
 from swiftkv.tier.messages import TierStats
+from tests.support.node_process import wait_for
 
 # The metrics of the dashboards that come with vLLM.
 DASHBOARD = {
@@ -86,6 +87,22 @@ def test_the_way_through_the_gateway_is_measured(slow_gateway: Gateway) -> None:
             assert response.read().endswith(b"data: [DONE]\n\n")
         after = samples(http.get("/metrics").text)
     assert [after[way, "code"] - before[way, "code"] for way in ways] == [2, 1]
+
+
+def test_text_that_is_held_back_is_not_written_yet(slow_gateway: Gateway) -> None:
+    """It may begin a stop string, so that a client gets nothing."""
+    way, tokens = ("swiftkv:gateway_first_token_seconds_count", "code"), ("vllm:generation_tokens_total", "code")
+    token_id = slow_gateway.models["code"].tokenizer.token_id("a")
+    body = {"model": "code", "prompt": [token_id], "max_tokens": 900, "stop": ["a" * 1000 + "!"], "stream": True}
+    with slow_gateway.http() as http:
+        before = samples(http.get("/metrics").text)
+        with http.stream("POST", "/v1/completions", json=body):
+
+            def computed() -> dict[tuple[str, str], float]:
+                return samples(http.get("/metrics").text)
+
+            wait_for("tokens", lambda: computed()[tokens] >= before[tokens] + 3)
+            assert computed()[way] == before[way]
 
 
 def test_a_models_own_port_shows_its_own(gateway: Gateway) -> None:
