@@ -68,14 +68,16 @@ class AttachableTier(Tier):
                 self._try_later(error)
 
     def attach(self, message: AttachStorage) -> None:
-        """Begin to open storage; `take_answers` returns the outcome."""
+        """Begin to open storage; `take_answers` returns the outcome.
+
+        If that fails, storage that was to be opened again still is.
+        """
         if self._begins(message.change_id, has_storage=False):
-            self._open_again_s = None
             self._opening = _Work("storage opening", self._opener(message.storage), self.wakeup.wake)
 
     def detach(self, message: DetachStorage) -> None:
         """Do without storage from now on; `take_answers` returns an answer once it is closed."""
-        if self._open_again_s is not None:  # it was to be opened again
+        if self._open_again_s is not None and self._opening is None:  # it was to be opened again
             self._open_again_s = None
             self._answers.append(StorageChanged(message.change_id, None))
             return
@@ -112,7 +114,7 @@ class AttachableTier(Tier):
     def longest_rest_ms(self, limit_ms: int) -> int:
         if self._leaving is not None:
             return min(limit_ms, _LEAVING_POLL_MS)
-        if self._open_again_s is not None:
+        if self._open_again_s is not None and self._opening is None:
             limit_ms = min(limit_ms, max(0, int(1000 * (self._open_again_s - time.monotonic()))))
         return self._tier.longest_rest_ms(limit_ms)
 
@@ -161,6 +163,7 @@ class AttachableTier(Tier):
             self._opening = None
             if opened is not None:
                 self._tier = self._tier_of(opened)
+                self._open_again_s = None
             if self._change_id is not None:
                 self._end_change(
                     None if opened is not None else str(error or "it failed; standard error has the reason")
@@ -169,7 +172,7 @@ class AttachableTier(Tier):
                 self._try_later(error)
             else:
                 logger.warning("storage can be used again")
-        if self._open_again_s is not None and time.monotonic() >= self._open_again_s:
+        if self._open_again_s is not None and self._opening is None and time.monotonic() >= self._open_again_s:
             assert self._config.storage is not None
             self._open_again_s = None
             self._opening = _Work("storage opening", self._opener(self._config.storage), self.wakeup.wake)

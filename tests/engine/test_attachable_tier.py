@@ -269,6 +269,40 @@ def test_storage_that_is_waited_for_can_be_detached_or_replaced(
         assert outcome(client) is None
 
 
+def test_storage_that_is_waited_for_is_tried_again_after_other_storage_failed(
+    checkpoint: Path, tmp_path: Path, closed: tuple[Path, TierSpec]
+) -> None:
+    directory, spec = closed
+    (tmp_path / "open").mkdir(mode=0o755)
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+
+        def attach_other(client: EngineThread[ModelRunner]) -> None:
+            attach(client, file_storage(tmp_path / "open"))
+
+        while (why_not := outcome_of(client, attach_other)) == "storage is just being attached or detached":
+            pass
+        assert why_not is not None
+        assert why_not.startswith("tiers.storage.path: ")
+        assert tier(client).is_degraded
+        directory.chmod(0o700)
+        while tier(client).backend != "file":
+            client.take_one()
+        assert not tier(client).is_degraded
+
+
+def test_storage_that_is_waited_for_is_not_detached_while_other_storage_is_opened(
+    checkpoint: Path, tmp_path: Path, closed: tuple[Path, TierSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachable_tier, "_OPEN_AGAIN_S", 3600.0)
+    with engine(checkpoint, storage=closed[1], has_served=True) as client:
+        attach(client, storage_that_opens_late(tmp_path / "may open"))
+        assert outcome_of(client, detach) == "storage is just being attached or detached"
+        (tmp_path / "may open").touch()
+        assert outcome(client) is None
+        assert tier(client).backend == "dynamic"
+        assert not tier(client).is_degraded
+
+
 def outcome_of(client: EngineThread[ModelRunner], change: Callable[[EngineThread[ModelRunner]], None]) -> str | None:
     change(client)
     return outcome(client)
