@@ -149,7 +149,14 @@ def _lending_spec(
         stream_buffers=config.node.lending.stream_buffers,
         rendezvous=str(ipc),
         max_wait_s=config.node.lending.max_wait,
+        retry_after_s=_longest_window_s(config, borrows),
     )
+
+
+def _longest_window_s(config: Config, borrows: Sequence[LendingPair]) -> float:
+    """Return the longest window of the lenders in `borrows`: for so long one offers nothing after a recall."""
+    windows_s = {model.name: (model.lending or LendingConfig()).window for model in config.models}
+    return max((windows_s[pair.lender.name] for pair in borrows), default=0.0)
 
 
 def _peers(pairs: Iterable[tuple[ModelPlan, LendingPair]], addresses: Mapping[str, str]) -> list[PeerSpec]:

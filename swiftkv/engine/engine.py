@@ -49,6 +49,7 @@ from swiftkv.engine.messages import (
     FINISH_DROPPED,
     FINISH_REJECTED,
     FINISH_RUNNING,
+    NO_KV_CACHE,
     Abort,
     AddRequest,
     Admitted,
@@ -321,9 +322,10 @@ class Engine:
 
         Without lending a request that cannot fit is refused on arrival.
         """
-        if self._config.lending is None:
+        lending = self._config.lending
+        if lending is None:
             return
-        starved = self._scheduler.starved(now_s, self._config.lending.max_wait_s)
+        starved = self._scheduler.starved(now_s, lending.max_wait_s)
         if not starved:
             return
         self._scheduler.abort(np.array(starved, np.uint64))
@@ -332,9 +334,9 @@ class Engine:
             self._stats_changed = True
             message = (
                 f"model {self._config.name} has not enough KV cache for this request at the moment, and no more was "
-                f"lent to it for {self._config.lending.max_wait_s:g} s; try again later or shorten it"
+                f"lent to it for {lending.max_wait_s:g} s; try again later or shorten it"
             )
-            self._send(RequestError(request_id, 503, message))
+            self._send(RequestError(request_id, 503, message, NO_KV_CACHE, lending.retry_after_s))
 
     def _handle(self, message: AddRequest | Abort | CacheCall | Sleep | Wake | AttachStorage | DetachStorage) -> None:
         self._stats_changed = True

@@ -447,12 +447,18 @@ class CacheReport(msgspec.Struct, tag="cache_report", array_like=True, frozen=Tr
     why_not: str | None = None  # the reason why nothing was pinned or unpinned
 
 
+NO_KV_CACHE = "insufficient_kv_cache"
+"""The code of the error of a request that needed more memory than was lent."""
+
+
 class RequestError(msgspec.Struct, tag="error", array_like=True, frozen=True):
     """Ends a request with an error; `status` is the HTTP status of its kind."""
 
     request_id: int
     status: int
     message: str
+    code: str | None = None
+    retry_after_s: float = 0.0  # 0: there is no use in sending it again
 
 
 _PACKED_POSITIONS = 256

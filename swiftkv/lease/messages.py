@@ -64,6 +64,7 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_wait_s: float  # a request that needs more than is lent waits this long
     io_backend: Literal["kernel", "direct"] = "kernel"  # how the transport `peer` copies
     max_programs: int = 32  # programs with which kernels copy at once, each up to 16 warps
+    retry_after_s: float = 60.0  # lenders whose own requests needed the memory lend it again after this long
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):

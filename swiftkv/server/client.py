@@ -407,8 +407,8 @@ class EngineClient:
     def _on_error(self, error: RequestError) -> None:
         if sequence := self._in_flight.get(error.request_id):
             self._forget(error.request_id, "error")
-            retry_after_s = DOWN_RETRY_S if error.status == 503 else 0.0
-            sequence.generation.fail(sequence.index, ApiError(error.status, error.message, retry_after_s=retry_after_s))
+            failure = ApiError(error.status, error.message, code=error.code, retry_after_s=error.retry_after_s)
+            sequence.generation.fail(sequence.index, failure)
 
     def _abort(self, request_ids: Sequence[int], reason: str) -> None:
         known = [request_id for request_id in request_ids if request_id in self._in_flight]

@@ -52,6 +52,7 @@ def borrower(
         stream_buffers=1,
         rendezvous=str(directory),
         max_wait_s=0.3,
+        retry_after_s=7.0,
     )
     with EngineProcess(
         directory,
@@ -84,7 +85,7 @@ def test_a_request_without_room_is_refused_in_time_although_others_keep_the_engi
                 running[i] = engine.add([length], max_tokens=length)
     error = engine.answers[starved].error
     assert error is not None
-    assert error.status == 503
+    assert (error.status, error.code, error.retry_after_s) == (503, "insufficient_kv_cache", 7.0)
     engine.wait(running)
 
 

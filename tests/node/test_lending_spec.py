@@ -150,6 +150,18 @@ def test_a_master_s_groups_borrow_in_proportion(
     assert [float(link.share) for link in peer.links] == pytest.approx([*map(float, parts)], rel=0.04)  # whole extents
 
 
+def test_a_borrower_says_come_again_when_its_lenders_have_forgotten_their_own_demand(tmp_path: Path) -> None:
+    lenders = [{**MODELS[1], "name": f"lender{i}"} for i in range(2)]
+    for lender, window in zip(lenders, ("45s", "2m"), strict=True):
+        lender["lending"] = {"budget": "50%", "window": window}
+    told = specs(tmp_path, [MODELS[0], *lenders])
+    assert {name: spec and spec.retry_after_s for name, spec in told.items()} == {
+        MODELS[0]["name"]: 120.0,
+        "lender0": 0.0,
+        "lender1": 0.0,
+    }
+
+
 def test_what_the_node_says_holds_for_every_engine(tmp_path: Path) -> None:
     told = specs(tmp_path, lending={"transport": "p2p", "stream_buffers": 1, "max_programs": 7, "max_wait": "2s"})
     for spec in filter(None, told.values()):

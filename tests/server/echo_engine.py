@@ -24,6 +24,7 @@ from swiftkv.engine.messages import (
     FINISH_LENGTH,
     FINISH_RUNNING,
     FINISH_STOP,
+    NO_KV_CACHE,
     Abort,
     AddRequest,
     Admitted,
@@ -109,7 +110,7 @@ class EchoEngine:
             case AddRequest(cache_salt=cache_salt) if cache_salt == REFUSED_SALT:
                 self.send(RequestError(message.request_id, 400, "refused by the engine"))
             case AddRequest(cache_salt=cache_salt) if cache_salt == STARVED_SALT:
-                self.send(RequestError(message.request_id, 503, "no more was lent"))
+                self.send(RequestError(message.request_id, 503, "no more was lent", NO_KV_CACHE, 1800.0))
             case AddRequest(cache_salt=cache_salt):
                 prompt = np.frombuffer(message.prompt, "<i4").tolist()
                 self.sequences[message.request_id] = Sequence(message, prompt)

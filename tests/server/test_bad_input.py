@@ -319,8 +319,9 @@ def test_a_request_that_found_no_room_may_come_again(gateway: Gateway) -> None:
     for stream in (False, True):
         with gateway.http() as http:
             response = http.post("/v1/completions", json={**COMPLETION, "cache_salt": "starve", "stream": stream})
-        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-        assert response.json()["error"]["message"] == "no more was lent"
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1800")
+        error = response.json()["error"]
+        assert (error["message"], error["code"]) == ("no more was lent", "insufficient_kv_cache")
 
 
 def send_raw(gateway: Gateway, length_header: str, chunks: Iterator[bytes]) -> bytes:

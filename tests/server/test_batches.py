@@ -328,6 +328,18 @@ def test_a_cancelled_batch_keeps_what_it_has(slow: Gateway) -> None:
     assert client.files.delete(created.input_file_id).deleted
 
 
+def test_a_line_that_needs_more_memory_than_is_lent_holds_up_no_others(gateway: Gateway) -> None:
+    """A client would be told to come again in half an hour."""
+    client = gateway.openai()
+    tries = {"model_name": "chat", "outcome": "again"}
+    waiting = create(client, jsonl([completion(cache_salt="starve")]))
+    wait_until(lambda: gateway.metrics.registry.get_sample_value("swiftkv:batch_lines_total", tries))
+    assert ended(client, create(client, GOOD)).status == "completed"
+    assert client.batches.retrieve(waiting.id).status == "in_progress"
+    client.batches.cancel(waiting.id)
+    ended(client, waiting)
+
+
 def test_what_has_ended_cannot_be_cancelled(gateway: Gateway) -> None:
     client = gateway.openai()
     batch = ended(client, create(client, GOOD))

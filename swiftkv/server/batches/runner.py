@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 from uuid import uuid4
 
+from swiftkv.engine.messages import NO_KV_CACHE
 from swiftkv.server.batches.checking import InputCheck
 from swiftkv.server.batches.lines import answered, parse_line, refused
 from swiftkv.server.batches.objects import OfflineBatch, Status, now_s
@@ -225,7 +226,9 @@ class BatchRunner:
     def _may_run_again(self, running: _Running, error: ApiError) -> bool:
         """Note that a line was refused; return `False` if its model is gone or engines died too often while it ran."""
         line = running.line
-        self._retry_at_s[line.model] = time.monotonic() + max(error.retry_after_s, _PASSING_RETRY_S)
+        # Other lines may need less memory than one for which not enough was lent.
+        retry_s = 0.0 if error.code == NO_KV_CACHE else error.retry_after_s
+        self._retry_at_s[line.model] = time.monotonic() + max(retry_s, _PASSING_RETRY_S)
         if line.model not in self._models.names:  # it was removed
             return False
         if running.generation is not None and not self._models.get(line.model).client.state.is_there:
