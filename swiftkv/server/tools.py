@@ -114,9 +114,7 @@ class ToolUse:
         Raises:
             ApiError: 400 if it is larger than the limits.
         """
-        return AskedGrammar(
-            "tools", GrammarSource("lark", f"start: calls\n{self._rules()}", tags=self._tags(tokenizer))
-        )
+        return _only_calls(self._rules(), self._tags(tokenizer))
 
     def grammars_beside(self, asked: AskedGrammar, tokenizer: Tokenizer) -> list[AskedGrammar]:
         """Return the grammars to check where the model may choose between calls and `asked`; the last is the answer's.
@@ -137,12 +135,9 @@ class ToolUse:
                 f"(tool_parser: {name}) a grammar cannot tell from other answers; send required, a function or none"
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_field")
-        tags = self._tags(tokenizer)
-        either = msgspec.structs.replace(asked.source, calls=self._rules(), calls_token=token, tags=tags)
-        return [
-            self.grammar(tokenizer),
-            AskedGrammar(asked.field, either),
-        ]  # so a mistake in the tools names their field
+        rules, tags = self._rules(), self._tags(tokenizer)
+        either = msgspec.structs.replace(asked.source, calls=rules, calls_token=token, tags=tags)
+        return [_only_calls(rules, tags), AskedGrammar(asked.field, either)]  # so a mistake in the tools names them
 
     def _tags(self, tokenizer: Tokenizer) -> tuple[tuple[str, int | None], ...]:
         return tuple((tag, tokenizer.token_id(tag)) for tag in self.parser.call_tags)
@@ -151,6 +146,10 @@ class ToolUse:
         rules = self.parser.call_grammar(self.functions, several=self.several)
         check_grammar("tools", rules, is_json=False)
         return rules
+
+
+def _only_calls(rules: str, tags: tuple[tuple[str, int | None], ...]) -> AskedGrammar:
+    return AskedGrammar("tools", GrammarSource("lark", f"start: calls\n{rules}", tags=tags))
 
 
 def tool_use(parser: type[ToolParser] | None, body: ToolFields, *, is_held: bool = False) -> ToolUse | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from swiftkv.server.protocol import ChatBody
 from swiftkv.server.structured import asked_grammar
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS
+from swiftkv.server.tool_parsers.base import ToolFunction
+from swiftkv.server.tool_parsers.hermes import HermesParser
 from swiftkv.server.tools import ToolCallMessage, tool_use
 from tests.support.checkpoints import make_tokenizer
 
@@ -77,6 +80,22 @@ def test_an_answer_may_be_a_call_or_what_is_asked_for(mistral: Tokenizer, parser
     assert both.source.calls is not None
     assert of_tools.source.text == f"start: calls\n{both.source.calls}"
     assert both.source.calls_token == (mistral.token_id("[TOOL_CALLS]") if parser == "mistral" else None)
+
+
+def test_the_rules_of_calls_are_written_once_for_both_grammars(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many tools are long."""
+    call_grammar, written = HermesParser.call_grammar, []
+
+    def counted(functions: Sequence[ToolFunction], *, several: bool) -> str:
+        written.append(call_grammar(functions, several=several))
+        return written[-1]
+
+    monkeypatch.setattr(HermesParser, "call_grammar", counted)
+    (of_tools, both), _ = either("hermes", tokenizer)
+    assert written == [both.source.calls]
+    assert of_tools.source.text.endswith(written[0])
 
 
 @pytest.mark.parametrize("parser", ["llama3_json", "mistral"])
