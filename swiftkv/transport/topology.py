@@ -137,7 +137,8 @@ def read_topology() -> Topology:
         return Topology((), {}, f"NVML: {error}")
     try:
         handles, gpus = _usable_gpus()
-        chosen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), [gpu.uuid for gpu in gpus])
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = visible_devices(visible, [gpu.uuid for gpu in gpus])
         links: dict[tuple[int, int], Link] = {}
         for b, theirs in enumerate(chosen):
             for a, ours in enumerate(chosen[:b]):
@@ -151,16 +152,17 @@ def read_topology() -> Topology:
         return Topology((), {}, f"NVML: {error}")
     finally:
         pynvml.nvmlShutdown()
-    return Topology(tuple(gpus[index] for index in chosen), links, _absence(gpus, chosen), uses_mps(os.environ))
+    absence = _absence(gpus, chosen, visible)
+    return Topology(tuple(gpus[index] for index in chosen), links, absence, uses_mps(os.environ))
 
 
-def _absence(gpus: Sequence[Gpu], chosen: Sequence[int]) -> str:
-    """Return why no GPU is `chosen`, if none is."""
+def _absence(gpus: Sequence[Gpu], chosen: Sequence[int], visible: str | None) -> str:
+    """Return why no GPU is `chosen` by `visible`, the value of CUDA_VISIBLE_DEVICES, if none is."""
     if chosen:
         return ""
     if not gpus:
         return "NVML finds no GPU that can be used"
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-"):
+    if (visible or "").lstrip().startswith("MIG-"):
         return "CUDA_VISIBLE_DEVICES names a part of a GPU (MIG), and only whole ones lend to each other"
     return "CUDA_VISIBLE_DEVICES names no GPU"
 

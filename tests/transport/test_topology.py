@@ -165,7 +165,7 @@ def test_a_gpu_that_is_lost_or_not_ours_is_left_out(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("variable", "reason"),
-    [("MIG-17", r"a part of a GPU \(MIG\)"), ("9", "names no GPU")],
+    [("MIG-17", r"a part of a GPU \(MIG\)"), (" MIG-17", r"a part of a GPU \(MIG\)"), ("9", "names no GPU")],
 )
 def test_a_variable_that_leaves_no_gpu_has_its_reason(
     variable: str, reason: str, monkeypatch: pytest.MonkeyPatch
