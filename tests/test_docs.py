@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,20 @@ def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_benchmarks_name_commits_that_exist() -> None:
+    texts = [document.read_text() for document in DOCUMENTS if document.parent.name == "benchmarks"]
+    words = {word for text in texts for word in re.findall(r"\b[0-9a-f]{7,12}\b", text)}
+    named = sorted(word for word in words if re.search("[0-9]", word) and re.search("[a-f]", word))
+    asked = "".join(f"{commit}^{{commit}}\n" for commit in named)
+    git = ["git", "-C", str(ROOT), "cat-file", "--batch-check"]
+    answers = subprocess.run(git, input=asked, stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
+    missing = [commit for commit, answer in zip(named, answers, strict=False) if answer.endswith("missing")]
+    if len(missing) == len(answers):
+        pytest.skip("the history is not here")
+    assert missing == []
 
 
 @pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
