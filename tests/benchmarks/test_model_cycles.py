@@ -35,9 +35,10 @@ def test_ratios_are_within_a_cycle(cycles: Any, figures: Any) -> None:
     assert figures.ratios(2) == [3.0]
 
 
-def test_growth_is_of_the_least_in_each_half(cycles: Any) -> None:
-    assert cycles.growth_kib([5 << 10, 1 << 10, 7 << 10, 9 << 10]) == 3.0
+def test_growth_is_of_the_least_in_each_half_over_all_cycles(cycles: Any) -> None:
+    assert cycles.growth_kib([5 << 10, 1 << 10, 7 << 10, 9 << 10]) == 6.0
     assert cycles.growth_kib([1 << 20]) == 0.0
+    assert cycles.growth_kib([cycle << 10 for cycle in range(1000)]) == 500.0
 
 
 def test_what_has_come_and_gone_is_told(cycles: Any) -> None:
