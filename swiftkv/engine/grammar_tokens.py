@@ -20,14 +20,14 @@ def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int
     """Return the tokens of a checkpoint, or `None` if they cannot be had: then no answer can be held to a grammar.
 
     A text in a grammar is never spelled with a special token, nor with one that is too long for llguidance: other
-    tokens can spell it.
+    tokens can spell it. Nor is it with one that the model lacks, as a Gemma 3 of text alone lacks that of images.
     """
     file = directory / "tokenizer.json"
     if not eos_token_ids or not file.is_file():
         return None
     try:
         content = msgspec.json.decode(file.read_bytes())
-        tokens = msgspec.convert(content, type=_TokenizerFile)
+        tokens = msgspec.convert(content, type=_TokenizerFile).below(vocab_size)
         long = {text for text in tokens.ids() if len(text.encode()) > _LONGEST_BYTES}
         tokenizer = LLTokenizer(_for_grammars(content, tokens, long), n_vocab=vocab_size, eos_token=eos_token_ids[0])
     except (ValueError, msgspec.DecodeError) as error:
@@ -73,18 +73,24 @@ class _TokenizerFile(msgspec.Struct):
     def ids(self) -> dict[str, int]:
         return self.model.ids() | {token.content: token.id for token in self.added_tokens}
 
+    def below(self, vocab_size: int) -> _TokenizerFile:
+        """Return the tokens that a model with a vocabulary of this size has."""
+        vocab = {text: token_id for text, token_id in self.model.ids().items() if token_id < vocab_size}
+        return _TokenizerFile(_Model(vocab), [token for token in self.added_tokens if token.id < vocab_size])
+
 
 def _for_grammars(tokenizer: dict[str, Any], tokens: _TokenizerFile, long: set[str]) -> str:
     """Return a `tokenizer.json` whose texts can all be spelled.
 
     Special tokens and `long` ones get short names, which are no text. Tags such as `<tool_call>` that are not special
-    become ordinary tokens. Changes `tokenizer`, which is what `tokens` lists.
+    become ordinary tokens. Changes `tokenizer`, of which only `tokens` stay.
     """
     added_tokens, ids = tokens.added_tokens, tokens.ids()
     ordinary = {t.content for t in added_tokens if t.has_tag_form and t.is_plain and not t.special} - long
     nameless = {t.content for t in added_tokens if t.has_tag_form or t.special} - ordinary | long
     names = {text: f"<|token {ids[text]}|>" for text in nameless}
-    added = {token["id"]: token for token in tokenizer.get("added_tokens", []) if token["content"] not in ordinary}
+    kept = {token.id for token in added_tokens if token.content not in ordinary}
+    added = {token["id"]: token for token in tokenizer.get("added_tokens", []) if token["id"] in kept}
     added |= {ids[text]: _special_token(ids[text], name) for text, name in names.items()}
     model = tokenizer["model"]
     # Every added token is in the vocabulary, too: otherwise those behind one that is no longer added got other ids.
@@ -92,7 +98,8 @@ def _for_grammars(tokenizer: dict[str, Any], tokens: _TokenizerFile, long: set[s
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
-        model["merges"] = [merge for merge in model["merges"] if _merged(merge) not in long]
+        spelled = ids.keys() - long
+        model["merges"] = [merge for merge in model["merges"] if _merged(merge) in spelled]
     tokenizer["added_tokens"] = [added[token_id] for token_id in sorted(added)]
     return msgspec.json.encode(tokenizer).decode()
 
@@ -108,10 +115,9 @@ def _whole_vocab(vocab: dict[str, int] | list[list[Any]], ids: Mapping[str, int]
         return ids
     texts = {token_id: text for text, token_id in ids.items()}
     scores = [score for _, score in vocab]
-    size = max(len(vocab), max(texts) + 1)
     return [
         [texts.get(token_id, f"<|token {token_id}|>"), scores[token_id] if token_id < len(scores) else 0.0]
-        for token_id in range(size)
+        for token_id in range(max(texts) + 1)
     ]
 
 

@@ -88,6 +88,18 @@ def test_merges_may_be_written_as_texts(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("make", [merged, listed, added(special=False), added(special=True)])
+def test_a_grammar_allows_no_token_that_the_model_lacks(tmp_path: Path, make: Callable[[], Tokenizer]) -> None:
+    """The tokenizer of Gemma 3's models of text alone has one token more than they have, which stands for an image."""
+    tokenizer = make()
+    tokenizer.add_special_tokens(["<image_soft_token>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocab = {token: i for token, i in tokenizer.get_vocab(with_added_tokens=True).items() if len(token) <= 1023}
+    for vocab_size in (max(vocab.values()), 3):
+        text = {token_id for token, token_id in vocab.items() if {*token} <= {"a", "b"} and token_id < vocab_size}
+        assert allowed(tmp_path, vocab_size, "(a|b){1,5000}") == text
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": {"a": 1}}}'])
 def test_a_file_that_is_no_tokenizer_makes_no_grammars(
     tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
