@@ -98,6 +98,22 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
+class _Token(msgspec.Struct):
+    content: str
+    id: int | None = None
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The part of `tokenizer_config.json`, or of the older `special_tokens_map.json`, that names the end token."""
+
+    eos_token: str | _Token | None = None
+    added_tokens_decoder: dict[int, _Token] = {}
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_Token] = []
+
+
 _NEEDED_ROPE_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -157,14 +173,35 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
 
 
 def read_eos_token_ids(directory: Path, raw: HFConfig) -> tuple[int, ...]:
-    """Return the tokens that end an answer, by `raw` and by `generation_config.json` if there is one."""
-    file = directory / "generation_config.json"
-    generation = read_json(file, _GenerationConfig) if file.is_file() else _GenerationConfig()
+    """Return the tokens that end an answer, by `raw`, and by the tokenizer and `generation_config.json` if it has them.
+
+    Fine-tuned models often have a new end of turns in their tokenizer, and the end token of their base elsewhere.
+    """
+    generation = _read_if_there(directory / "generation_config.json", _GenerationConfig)
     ids: list[int] = []
-    for value in (raw.eos_token_id, generation.eos_token_id):
+    for value in (raw.eos_token_id, generation.eos_token_id, _tokenizer_eos(directory)):
         ids += value if isinstance(value, list) else [] if value is None else [value]
     # Some configurations name tokens that the model does not have: those cannot end anything.
     return tuple(token for token in dict.fromkeys(ids) if 0 <= token < raw.vocab_size)
+
+
+def _tokenizer_eos(directory: Path) -> int | None:
+    """Return the end token of the tokenizer, `None` if it has none."""
+    config = _read_if_there(directory / "tokenizer_config.json", _TokenizerConfig)
+    named = config.eos_token or _read_if_there(directory / "special_tokens_map.json", _TokenizerConfig).eos_token
+    if named is None:
+        return None
+    text = named if isinstance(named, str) else named.content
+    found = (token_id for token_id, token in config.added_tokens_decoder.items() if token.content == text)
+    if (token_id := next(found, None)) is not None:
+        return token_id
+    added = _read_if_there(directory / "tokenizer.json", _TokenizerFile).added_tokens
+    return next((token.id for token in added if token.content == text), None)
+
+
+def _read_if_there(file: Path, kind: type[_Keys]) -> _Keys:
+    """Decode `file`; without one, return a `kind` of defaults. Raises as `read_json` does."""
+    return read_json(file, kind) if file.is_file() else kind()
 
 
 _WITHOUT_EFFECT = frozenset(

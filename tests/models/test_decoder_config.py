@@ -67,6 +67,28 @@ def test_end_tokens(tmp_path: Path, config: Any, generation: Any, expected: tupl
     assert read(tmp_path, LLAMA | config, generation).eos_token_ids == expected
 
 
+TURN_END = {"id": 8, "content": "<|im_end|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"8": TURN_END}}}, (7, 8)),
+        ({"tokenizer_config": {"eos_token": TURN_END}, "tokenizer": {"added_tokens": [TURN_END]}}, (7, 8)),
+        ({"special_tokens_map": {"eos_token": "<|im_end|>"}, "tokenizer": {"added_tokens": [TURN_END]}}, (7, 8)),
+        ({"tokenizer_config": {"eos_token": None}, "tokenizer": {"added_tokens": [TURN_END]}}, (7,)),
+        ({"tokenizer_config": {"eos_token": "</s>"}, "tokenizer": {"added_tokens": [TURN_END]}}, (7,)),
+    ],
+)
+def test_the_end_token_of_the_tokenizer_ends_answers_too(
+    tmp_path: Path, files: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """Models that were tuned on another chat format often have the end token of their base in config.json."""
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert read(tmp_path, LLAMA | {"eos_token_id": 7}).eos_token_ids == expected
+
+
 @pytest.mark.parametrize(
     ("scaling", "expected"),
     [
