@@ -106,9 +106,9 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The checkpoint's chat template; empty if it has none."""
+        """The checkpoint's chat template, or all of them where it has one for tools; empty if it has none."""
         template = self._hf.chat_template
-        return template if isinstance(template, str) else ""
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def encode_chat(
         self,

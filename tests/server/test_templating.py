@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.server.templating import templating
 from swiftkv.server.tokenizer import Tokenizer
+from swiftkv.server.tool_parsers import TOOL_PARSERS, choose_parser
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -153,3 +156,18 @@ def test_a_request_may_bring_a_template_where_it_is_allowed(
     finally:
         asyncio.run_coroutine_threadsafe(renderer.close(), gateway.loop).result(PATIENCE_S)
         stop()
+
+
+def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    """Hermes 3 has two templates, and only the one for tools tells how it writes calls."""
+    train_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    texts = {"default": TEMPLATE, "tool_use": "{{ tools | tojson }}<tool_call>"}
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": name, "template": text} for name, text in texts.items()]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    assert choose_parser(None, tokenizer.chat_template) is TOOL_PARSERS["hermes"]
+    assert prompt(tokenizer, reasoning_effort="none").endswith("[no thoughts]0")
+    ids = tokenizer.encode_chat(MESSAGES, tools=[{"type": "function"}], max_chars=1000)
+    assert tokenizer.decode(ids) == '[{"type": "function"}]<tool_call>'
