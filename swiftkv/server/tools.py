@@ -28,6 +28,11 @@ class FunctionDefinition(Body):
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
     strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the function as chat templates expect it: many fail without a description or parameters."""
+        without = {"name": self.name, "description": "", "parameters": {"type": "object", "properties": {}}}
+        return without | self.model_dump(exclude_none=True)
+
 
 class Tool(Body):
     type: Literal["function"]
@@ -199,4 +204,4 @@ def template_tools(body: ToolFields) -> list[dict[str, Any]] | None:
     """Return the tools as chat templates expect them, or `None` where the answer may call nothing."""
     if not body.tools or body.tool_choice == "none":
         return None
-    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+    return [{"type": tool.type, "function": tool.function.for_template()} for tool in body.tools]

@@ -16,13 +16,14 @@ from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS
 from swiftkv.server.tool_parsers.base import ToolFunction
 from swiftkv.server.tool_parsers.hermes import HermesParser
-from swiftkv.server.tools import ToolCallMessage, tool_use
+from swiftkv.server.tools import ToolCallMessage, template_tools, tool_use
 from tests.support.checkpoints import make_tokenizer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
     "{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}<|end|>{% endfor %}"
 )
+USER = {"role": "user", "content": "x"}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["joined", "split"])
@@ -51,6 +52,18 @@ def test_special_tokens_in_tools_are_text_where_those_of_messages_are(tokenizer:
     ids = tokenizer.encode_chat(conversation('{"a": "<|end|>"}'), tools=tools, max_chars=1000)
     assert Counter(ids)[ends] == (1 if tokenizer._plain_backend is not None else 3)
     assert tokenizer.decode(ids).count("<|end|>") == 3
+
+
+def test_templates_may_take_a_description_and_parameters_for_granted(tokenizer: Tokenizer) -> None:
+    """Those of gpt-oss and Qwen3-Coder do, and clients may leave them out."""
+    fast = make_tokenizer(320)
+    fast.chat_template = (
+        "{% for tool in tools %}{{ tool.function.name + ':' + tool.function.description }}"
+        "{% for key, value in tool.function.parameters.properties | items %}{{ key }}{% endfor %}{% endfor %}"
+    )
+    body = ChatBody.model_validate({"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]})
+    ids = Tokenizer(fast).encode_chat([USER], tools=template_tools(body), max_chars=1000)
+    assert tokenizer.decode(ids) == "f:"
 
 
 @pytest.fixture(scope="module")
