@@ -298,7 +298,9 @@ def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
     assert set(TOOL_PARSERS) == {*get_args(get_args(ModelConfig.model_fields["tool_parser"].annotation)[0])}
     assert choose_parser("mistral", "") is TOOL_PARSERS["mistral"]
     assert choose_parser(None, "{% if tools %}<tool_call>{% endif %}") is TOOL_PARSERS["hermes"]
-    assert choose_parser(None, "{% if tools %}<tool_call><function={% endif %}") is TOOL_PARSERS["qwen3_coder"]
+    coder = "{% if tools %}<tool_call><function=f><parameter=x>{% endif %}"
+    assert choose_parser(None, coder) is TOOL_PARSERS["qwen3_coder"]
+    assert choose_parser(None, "{% if tools %}<function=f>{}</function>{% endif %}") is None  # functionary's
     assert choose_parser(None, "{% if tools %}[TOOL_CALLS]{% endif %}") is TOOL_PARSERS["mistral"]
     assert choose_parser(None, "{% if tools %}call{% endif %}") is None
     assert choose_parser(None, "<tool_call>") is None

@@ -34,7 +34,7 @@ _INSIDE = (_PARAMETER, _FUNCTION_END, _CLOSE)  # the tags that a call may have n
 
 
 class Qwen3CoderParser(TaggedParser):
-    template_mark = _FUNCTION
+    template_mark = _PARAMETER  # others write <function=name> around JSON
     call_opening = _OPEN
     call_tags = (_OPEN, _CLOSE)
 
