@@ -33,7 +33,8 @@ def choose_reasoning(name: str | None, tokenizer: Tokenizer) -> ReasoningParser 
 def _by_template(template: str) -> str | None:
     if CHANNEL in template:
         return "gpt_oss"
-    return next((name for name in _BY_TEMPLATE if TAGS[name].begin in template and TAGS[name].end in template), None)
+    # A template that cuts reasoning out of earlier turns may know only where it ends: DeepSeek-R1-0528's does.
+    return next((name for name in _BY_TEMPLATE if TAGS[name].end in template), None)
 
 
 def _harmony(tokenizer: Tokenizer) -> HarmonyParser | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from swiftkv.errors import CheckpointError
 from swiftkv.server.choices import Choice, Delta, StopRules
 from swiftkv.server.detokenizer import StopStrings
 from swiftkv.server.generation import SequenceOutput
-from swiftkv.server.reasoning import ReasoningParser
+from swiftkv.server.reasoning import ReasoningParser, TagParser
 from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS
@@ -153,6 +154,9 @@ def test_a_parser_is_chosen_by_name_or_by_the_template(thinker: Tokenizer, token
     assert choose_reasoning(None, thinker) is None  # its template never ends a thought
     assert choose_reasoning(None, tokenizer) is None
     assert choose_reasoning("none", thinker) is None
+    fast = copy(thinker._hf)
+    fast.chat_template = "{{ messages[0].content.split('</think>')[-1] }}"  # as DeepSeek-R1-0528's
+    assert isinstance(choose_reasoning(None, Tokenizer(fast)), TagParser)
     with pytest.raises(CheckpointError, match=r"\[THINK\]"):
         choose_reasoning("mistral", thinker)
 
