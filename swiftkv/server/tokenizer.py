@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -37,6 +38,11 @@ _LATE_PROBE = [
     {"role": "system", "content": "a"},
     {"role": "user", "content": "b"},
     {"role": "system", "content": _LATE_SYSTEM},
+]
+_SHOWN = "swiftkv shown"
+_PARTS_PROBES = [
+    [{"role": "user", "content": _SHOWN}],
+    [{"role": "system", "content": _SHOWN}, {"role": "user", "content": "a"}],
 ]
 # Names of transformers' own parameters, or of variables that each template gets.
 _NOT_VARIABLES = {
@@ -92,6 +98,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path}: the tokenizer has no fast form; add a tokenizer.json to the directory")
+        tokenizer.chat_template = tokenizer.chat_template or _template_of_processor(path)
         _check_chat_template(path, tokenizer)
         return cls(tokenizer, split_special_tokens=split_special_tokens)
 
@@ -129,6 +136,8 @@ class Tokenizer:
         if not self._shows_late_system:
             messages = one_system(messages)
         messages, tools, given = self._for_template(messages, tools, given)
+        if self._takes_parts:
+            messages = _in_parts(messages)
         return self.encode_rendered(self._render(messages, given, tools), max_chars=max_chars)
 
     def template_source(
@@ -211,6 +220,17 @@ class Tokenizer:
         """Whether the chat template shows later system messages, too, in their places."""
         try:
             return _LATE_SYSTEM in self._render(_LATE_PROBE, _AS_USUAL)
+        except ApiError:
+            return False
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the chat template takes texts only as parts of a content, as the first one of Gemma 3 does."""
+        return any(not self._shows(probe) and self._shows(_in_parts(probe)) for probe in _PARTS_PROBES)
+
+    def _shows(self, probe: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            return _SHOWN in self._render(probe, _AS_USUAL)
         except ApiError:
             return False
 
@@ -330,6 +350,21 @@ class Tokenizer:
         return list(self._token_text(token_id).encode())
 
 
+class _TemplateFile(msgspec.Struct):
+    chat_template: str
+
+
+def _template_of_processor(path: Path) -> str | None:
+    """Return the template in `chat_template.json`, `None` without one: AutoTokenizer leaves it to image models."""
+    file = path / "chat_template.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=_TemplateFile).chat_template
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
 def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise `CheckpointError` if the chat template has a syntax error. One that refuses this message may work."""
     if not tokenizer.chat_template:
@@ -340,6 +375,11 @@ def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None
         raise CheckpointError(f"{path}: the chat template, line {error.lineno}: {error.message}; mend it") from None
     except _REFUSALS:
         pass
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose content is a list of one part."""
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def _is_byte_level(backend: Backend) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from echo_gateway import PATIENCE_S, Gateway, start_gateway, train_tokenizer
 from pydantic import ValidationError
 
+from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
 from swiftkv.server.messages_api.body import CountTokensBody
 from swiftkv.server.protocol import ChatBody
@@ -171,3 +172,32 @@ def test_a_model_may_have_a_template_for_tools(tmp_path: Path) -> None:
     assert prompt(tokenizer, reasoning_effort="none").endswith("[no thoughts]0")
     ids = tokenizer.encode_chat(MESSAGES, tools=[{"type": "function"}], max_chars=1000)
     assert tokenizer.decode(ids) == '[{"type": "function"}]<tool_call>'
+
+
+def test_a_template_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """Mistral Small 3.1 has its template where transformers looks for the one of a processor."""
+    train_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert Tokenizer.from_pretrained(tmp_path).chat_template == ""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert Tokenizer.from_pretrained(tmp_path).chat_template == TEMPLATE
+    (tmp_path / "chat_template.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_template_may_take_texts_only_as_parts(tmp_path: Path) -> None:
+    """The first one of Gemma 3 takes the system's message so, and shows the others either way."""
+    train_tokenizer(
+        tmp_path,
+        template="{% if messages[0].role == 'system' %}{{ messages[0].content[0].text + ':' }}"
+        "{% set messages = messages[1:] %}{% endif %}"
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+        "{% endfor %}",
+    )
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "system", "content": "Be"}, {"role": "user", "content": "Count."}]
+    assert prompt(tokenizer, messages=messages) == "Be:Count."
+    assert prompt(tokenizer, continue_final_message=True) == "Count.One, two, "
+    with pytest.raises(ApiError, match="no content to go on with"):
+        prompt(tokenizer, messages=[*messages, {"role": "assistant", "content": ""}], continue_final_message=True)
