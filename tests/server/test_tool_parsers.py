@@ -88,6 +88,16 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
             ("", [("typed", '{"n": "twelve", "name": "null"}')]),
         ),
         ("<tool_call>\n<function=a>\n<parameter=x>\ncut o", ("", [("a", "{")])),
+        (
+            "Well.\n<function=get_weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n</tool_call>\n"
+            "<function=add></function>",
+            ("Well.", [("get_weather", '{"city": "Ulm"}'), ("add", "{}")]),
+        ),
+        ("a <function=other>x</function> <functio", ("a <function=other>x</function> <functio", [])),
+        (
+            "<tool_call>\n<function=typed>\n<parameter=name>\na\n<parameter=n>\n1\n</function>\n</tool_call>",
+            ("", [("typed", '{"name": "a", "n": 1}')]),
+        ),
         ('<tool_call>{"name": "a"}</tool_call>', ('<tool_call>{"name": "a"}</tool_call>', [])),
         ("so: <tool_call> \n<func", ("so: <tool_call> \n<func", [])),
     ],

@@ -165,10 +165,20 @@ def split_at(text: str, tag: str) -> tuple[str, bool, str]:
 
     Without the tag, the rest is the end of the text that may begin one.
     """
-    before, found, after = text.partition(tag)
-    if found:
-        return before, True, after
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return text[:-length], False, text[-length:]
-    return text, False, ""
+    before, found, rest = split_at_first(text, (tag,))
+    return before, found is not None, rest
+
+
+def split_at_first(text: str, tags: Sequence[str]) -> tuple[str, str | None, str]:
+    """Return the text before the first of `tags`, that tag, and the rest.
+
+    Without a tag, the rest is the end of the text that may begin one.
+    """
+    begins = {tag: begin for tag in tags if (begin := text.find(tag)) >= 0}
+    if begins:
+        first = min(begins, key=begins.__getitem__)
+        return text[: begins[first]], first, text[begins[first] + len(first) :]
+    for length in range(min(max(map(len, tags)) - 1, len(text)), 0, -1):
+        if any(len(tag) > length and text.endswith(tag[:length]) for tag in tags):
+            return text[:-length], None, text[-length:]
+    return text, None, ""

@@ -24,12 +24,13 @@ from swiftkv.server.tool_parsers.base import (
     TaggedParser,
     ToolEvent,
     ToolFunction,
-    split_at,
+    split_at_first,
 )
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_VALUE_ENDS = (_PARAMETER_END, f"\n{_PARAMETER}", f"\n{_FUNCTION_END}")
 _INSIDE = (_PARAMETER, _FUNCTION_END, _CLOSE)  # the tags that a call may have next
 
 
@@ -42,17 +43,18 @@ class Qwen3CoderParser(TaggedParser):
         super().__init__(functions, must_call=must_call)
         self._parameters = {function.name: arguments_of(function.parameters) for function in functions}
         self._known: dict[str, Argument] = {}  # the arguments that the called function knows
-        self._head = ""  # the text of a call without a name so far
+        self._head: str | None = None  # the text of a call without a name so far
         self._name = ""  # the name in the call in progress
         self._key: str | None = None  # the key of the argument in progress
         self._value = ""
         self._num_arguments = 0
         self._is_closed = False  # the call in progress: only its last tag may follow
+        self._value_ends = (_PARAMETER_END,) if must_call else _VALUE_ENDS
 
     def finish(self) -> list[ToolEvent]:
         if self._name:
             return []
-        text = self._unsaid(self._head + self._rest)
+        text = self._unsaid((self._head or "") + self._rest)
         return [Said(text)] if text else []
 
     def _step(self, events: list[ToolEvent]) -> bool:
@@ -62,24 +64,28 @@ class Qwen3CoderParser(TaggedParser):
             return self._take_end()
         if self._name:
             return self._take_tag(events)
-        if self._head:
+        if self._head is not None:
             return self._take_name(events)
-        before, is_open, self._rest = split_at(self._rest, _OPEN)
+        before, self._head, self._rest = split_at_first(self._rest, (_OPEN, _FUNCTION))
         self._say(before, events)
-        self._head = _OPEN if is_open else ""
-        return is_open
+        if self._head == _FUNCTION:  # the model left out the first tag
+            self._head, self._rest = "", _FUNCTION + self._rest
+        return self._head is not None
 
     def _take_name(self, events: list[ToolEvent]) -> bool:
         body = self._rest.lstrip()
         name, is_whole, rest = body.removeprefix(_FUNCTION).partition(">")
         if _FUNCTION.startswith(body) or (body.startswith(_FUNCTION) and not is_whole and "\n" not in name):
             return False
-        if not body.startswith(_FUNCTION) or not is_whole or "\n" in name or not name.strip():
-            self._say(self._head, events)  # it only looked like a call
-            self._head = ""
+        is_call = body.startswith(_FUNCTION) and is_whole and "\n" not in name and name.strip()
+        if not is_call or not (self._head or name.strip() in self._parameters):  # it only looked like a call
+            if not self._head:
+                self._rest = self._rest.removeprefix(_FUNCTION)
+            self._say(self._head or _FUNCTION, events)
+            self._head = None
             return True
         self._called()
-        self._head, self._rest = "", rest
+        self._head, self._rest = None, rest
         self._name = name.strip()
         self._known = self._parameters.get(self._name, {})
         self._num_arguments, self._is_closed = 0, False
@@ -116,10 +122,12 @@ class Qwen3CoderParser(TaggedParser):
 
     def _take_value(self, events: list[ToolEvent]) -> bool:
         assert self._key is not None
-        value, is_whole, self._rest = split_at(self._rest, _PARAMETER_END)
+        value, end, self._rest = split_at_first(self._rest, self._value_ends)
         self._value += value
-        if not is_whole:
+        if end is None:
             return False
+        if end != _PARAMETER_END:  # the model left that out
+            self._rest = end + self._rest
         text = self._value.removeprefix("\n").removesuffix("\n")
         comma = ", " if self._num_arguments else ""
         written = f"{json.dumps(self._key, ensure_ascii=False)}: {argument_json(text, self._known.get(self._key))}"
