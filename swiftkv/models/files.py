@@ -15,6 +15,8 @@ from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_OTHER_FORMS = ("*.safetensors", "*.bin", "*.gguf", "*.pth", "*.pt")
+_SHOWN_FILES = 3
 _LENGTH_BYTES = 8  # the length of the header, which comes before it
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
@@ -34,6 +36,13 @@ def weight_files(directory: Path) -> list[Path]:
             raise CheckpointError(f"{index}: {error}") from None
         files = [directory / Path(name).name for name in sorted(names)]  # no name leads out of the directory
     missing = [file for file in files if not file.is_file()]
+    if missing and not index.is_file():
+        found = sorted(file.name for form in _OTHER_FORMS for file in directory.glob(form))
+        others = f" ({', '.join(found[:_SHOWN_FILES])}{', …' if len(found) > _SHOWN_FILES else ''})" if found else ""
+        raise CheckpointError(
+            f"{directory}: there is neither {_SINGLE} nor {_INDEX}, and weights in other files{others} are not read; "
+            "save the model in this format with transformers"
+        )
     if missing:
         raise CheckpointError(f"{missing[0]} is missing; its tensors are part of the model")
     return files

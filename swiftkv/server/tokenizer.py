@@ -95,6 +95,11 @@ class Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:
+            if not (path / "tokenizer.json").is_file():
+                raise CheckpointError(
+                    f"{path}: there is no tokenizer.json, and no tokenizer can be made of other files ({error}); add "
+                    "one, of a copy of the model that transformers saved"
+                ) from error
             raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise CheckpointError(f"{path}: the tokenizer has no fast form; add a tokenizer.json to the directory")

@@ -63,3 +63,11 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=rf"has {len(whole) - 1} bytes, and its header {len(whole)}"):
         check(tmp_path)
+
+
+def test_weights_in_another_format_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    (tmp_path / FILE).rename(tmp_path / "consolidated.safetensors")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"neither .* \(consolidated\.safetensors, pytorch_model\.bin\) are not"):
+        check(tmp_path)

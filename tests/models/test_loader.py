@@ -91,7 +91,7 @@ def test_files_that_are_overwritten_are_noticed_and_those_that_are_replaced_are_
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         MappedWeights(tmp_path)
 
 

@@ -76,6 +76,14 @@ def test_special_tokens_in_content_make_no_roles(tokenizer_dir: Path, tokenizer:
     assert INJECTED in split.decode(split.encode_chat(injected, max_chars=1000))
 
 
+def test_a_checkpoint_without_a_tokenizer_of_the_format_says_so(tmp_path: Path) -> None:
+    """Mistral's newer ones have tekken.json alone, at which transformers fails with the name of a key."""
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"there is no tokenizer\.json"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
 def test_a_chat_template_that_is_none_is_a_mistake_of_the_checkpoint(tmp_path: Path) -> None:
     """One that refuses a message is left: it may take others."""
     train_tokenizer(tmp_path)
