@@ -19,15 +19,35 @@ _LOGITS_BYTES = 64 << 20
 def token_logprobs(
     logits: torch.Tensor, token_ids: npt.NDArray[np.int32], top_counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return logprobs of `token_ids` [N] under `logits` [N, vocab], and the `top_counts[i]` likeliest of row i."""
+    """Return logprobs of `token_ids` [N] under `logits` [N, vocab], and the `top_counts[i]` likeliest of row i.
+
+    Equally likely tokens stand in the order of their ids, of which a greedy request gets the first.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, torch.from_numpy(token_ids).to(logits.device, torch.int64).unsqueeze(1))  # [N, 1]
-    ranks = (logprobs > chosen).sum(-1) + 1
-    top = logprobs.topk(min(max(top_counts), logits.shape[1]), dim=-1)
+    chosen = torch.from_numpy(token_ids).to(logits.device, torch.int64).unsqueeze(1)  # [N, 1]
+    ranks = (logits > logits.gather(1, chosen)).sum(-1) + 1
+    top_ids = _likeliest(logits, min(max(top_counts), logits.shape[1]))
     rows = zip(
-        chosen.squeeze(1).tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), top_counts, strict=True
+        logprobs.gather(1, chosen).squeeze(1).tolist(),
+        ranks.tolist(),
+        top_ids.tolist(),
+        logprobs.gather(1, top_ids).tolist(),
+        top_counts,
+        strict=True,
     )
     return [TokenLogprobs(logprob, rank, ids[:k], values[:k]) for logprob, rank, ids, values, k in rows]
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the tokens [N, count] of the largest of `logits` [N, vocab], in falling order, equals by id."""
+    # torch may give equals in any order, and any of those that are equal to the last.
+    values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=-1)
+    for row in torch.nonzero(values[:, count - 1 : count] == values[:, count:])[:, 0].tolist():
+        at_least = torch.nonzero(~(logits[row] < values[row, count - 1])).squeeze(1)  # and NaN
+        ids[row, :count] = at_least[logits[row, at_least].argsort(descending=True, stable=True)[:count]]
+    ids = ids[:, :count].sort(dim=-1).values
+    order = logits.gather(1, ids).argsort(dim=-1, descending=True, stable=True)
+    return ids.gather(1, order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import AddRequest, SamplingParams
 from swiftkv.engine.request import Request
 from swiftkv.engine.sampler import LogitRows, Sampler, uniforms
@@ -193,6 +194,25 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert entry.rank == int((raw > raw[50]).sum()) + 1
     assert entry.top_ids == raw.topk(3).indices.tolist()
     assert entry.top_logprobs == pytest.approx(raw.topk(3).values.tolist())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 20])
+def test_equally_likely_tokens_stand_in_the_order_of_their_ids(count: int) -> None:
+    """A greedy token is then the first of the likeliest, as on a GPU."""
+    logits = torch.randint(5, (40, VOCAB), generator=torch.Generator().manual_seed(count)).float()
+    logits[:4] = 1.25
+    logits[5, 40:] = logits[6, 50] = -math.inf
+    logits[7, :2], logits[8] = math.nan, math.nan
+    logits[9] = -5.0
+    logits[9, [80, 70, 30]] = torch.tensor([10.0, 1e-3 + 1e-9, 1e-3])  # the last two are equal as log-probabilities
+    greedy = np.argmax(logits.numpy(), 1).astype(np.int32)
+    found = token_logprobs(logits, greedy, [count] * len(logits))
+    order = logits.argsort(descending=True, stable=True)
+    assert {len(entry.top_ids) for entry in found} == {count}
+    for row in range(len(logits)):
+        if row not in (7, 8):
+            assert (found[row].rank, found[row].top_ids) == (1, order[row, :count].tolist())
+            assert found[row].top_ids[:1] == [greedy[row]][:count]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
