@@ -274,19 +274,20 @@ class Sampler:
         torch.sub(logits, torch.from_numpy(largest).to(self._device).unsqueeze(1), out=weights[:, : self._vocab_size])
         weights.div_(self._temperature[row_slots].unsqueeze(1)).exp_()  # the likeliest token weighs 1
         if np.any(self._flags[slots] & _FILTERED):
-            self._filter(weights, slots)
+            self._filter(weights, logits, slots)
         uniform = torch.from_numpy(uniforms(self._seeds[slots], positions)).to(self._device)
         return _to_numpy(_invert_distribution(weights.view(-1, num_blocks, _BLOCK), uniform))
 
-    def _filter(self, weights: torch.Tensor, slots: npt.NDArray[np.int32]) -> None:
-        """Zero the weights that min_p, then top_k, then top_p leave out. Equal weights stay or go together."""
+    def _filter(self, weights: torch.Tensor, logits: torch.Tensor, slots: npt.NDArray[np.int32]) -> None:
+        """Zero the weights that min_p, then top_k, then top_p leave out. Equal ones stay or go together."""
         for row, slot in enumerate(slots.tolist()):
             row_weights = weights[row]
-            floor, top_k, top_p = self._min_p[slot], int(self._top_k[slot]), self._top_p[slot]
-            if top_k < self._vocab_size:
-                floor = max(floor, float(row_weights.topk(top_k).values[-1]))
-            if floor > 0:
-                row_weights.masked_fill_(row_weights < floor, 0.0)
+            min_p, top_k, top_p = self._min_p[slot], self._top_k[slot], self._top_p[slot]
+            if min_p > 0:
+                row_weights.masked_fill_(row_weights < min_p, 0.0)
+            if top_k < self._vocab_size:  # by logits: at a high temperature different ones have equal weights
+                edge = logits[row].topk(top_k).values[-1]
+                row_weights[: self._vocab_size].masked_fill_(logits[row] < edge, 0.0)
             if top_p < 1:
                 row_weights.masked_fill_(row_weights < _nucleus_edge(row_weights, top_p), 0.0)
 

@@ -215,6 +215,16 @@ def test_equally_likely_tokens_stand_in_the_order_of_their_ids(count: int) -> No
             assert found[row].top_ids[:1] == [greedy[row]][:count]
 
 
+def test_top_k_tells_logits_apart_that_a_high_temperature_makes_equally_likely() -> None:
+    request = make_request(1, [0], temperature=100.0, top_k=1, seed=1)
+    sampler = Sampler(VOCAB, torch.zeros(1, dtype=torch.int32))
+    sampler.seat(0, request)
+    logits = 10 + 1e-6 * torch.arange(VOCAB).float()
+    positions = np.arange(20, dtype=np.int32)
+    sampled = sampler.sample(LogitRows(logits.repeat(20, 1), np.zeros(20, np.int32), positions)).result()
+    assert logits[sampled.token_ids].tolist() == [float(logits.max())] * 20
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_without_a_token_are_told_and_leave_the_others_alone(temperature: float) -> None:
     params = {"temperature": temperature, "top_p": 0.9, "logprobs": 1, "seed": 1}
