@@ -109,9 +109,9 @@ class StopStrings:
         self.stops = tuple(stops)
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
-        self._complete: list[str | None] = [None]  # the longest stop string that ends here
-        for stop in self.stops:
-            self._add(stop)
+        self._complete: list[int | None] = [None]  # the first of `stops` that ends here
+        for index, stop in enumerate(self.stops):
+            self._add(index, stop)
         self._fallback = [0] * len(self._next)  # the state of the longest proper suffix of this one
         self._link()
 
@@ -131,10 +131,11 @@ class StopStrings:
         return self._depth[state]
 
     def complete(self, state: int) -> str | None:
-        """Return the longest stop string that the text ends with."""
-        return self._complete[state]
+        """Return the first of the stop strings that the text ends with."""
+        index = self._complete[state]
+        return None if index is None else self.stops[index]
 
-    def _add(self, stop: str) -> None:
+    def _add(self, index: int, stop: str) -> None:
         state = 0
         for char in stop:
             if char not in self._next[state]:
@@ -143,7 +144,8 @@ class StopStrings:
                 self._next.append({})
                 self._complete.append(None)
             state = self._next[state][char]
-        self._complete[state] = stop
+        if self._complete[state] is None:  # otherwise it is there twice
+            self._complete[state] = index
 
     def _link(self) -> None:
         states = deque(self._next[0].values())
@@ -151,8 +153,8 @@ class StopStrings:
             state = states.popleft()
             for char, following in self._next[state].items():
                 self._fallback[following] = self.advance(self._fallback[state], char)
-                if self._complete[following] is None:
-                    self._complete[following] = self._complete[self._fallback[following]]
+                ending = (self._complete[following], self._complete[self._fallback[following]])
+                self._complete[following] = min((index for index in ending if index is not None), default=None)
                 states.append(following)
 
 
@@ -170,21 +172,19 @@ class StopMatcher:
     def push(self, new_text: str, *, watch: bool = True) -> str:
         """Take further text and return the part that can be shown; set `matched` once a stop string is complete.
 
-        Of several in the same piece, the one that begins first counts, and of those the shortest. `watch=False` lets
-        text through unexamined (`min_tokens` is not reached).
+        The one that is complete first counts, and of those that end together the first of the request's list, as in
+        vLLM. With `watch=False` none that ends in this text counts (`min_tokens` is not reached), though it may begin
+        one that ends later.
         """
-        if not self._stops or not watch:
+        if not self._stops:
             return new_text
         text = self._held + new_text
-        first = len(text)
         for end, char in enumerate(new_text, start=len(self._held) + 1):
             self._state = self._stops.advance(self._state, char)
-            found = self._stops.complete(self._state)
-            if found is not None and end - len(found) < first:
-                first, self.matched = end - len(found), found
-        if self.matched is not None:
-            self._held = ""
-            return text[: first + len(self.matched)] if self._shows_stop else text[:first]
+            found = self._stops.complete(self._state) if watch else None
+            if found is not None:
+                self.matched, self._held = found, ""
+                return text[: end if self._shows_stop else end - len(found)]
         num_shown = len(text) if self._shows_stop else len(text) - self._stops.depth(self._state)
         self._held = text[num_shown:]
         return text[:num_shown]

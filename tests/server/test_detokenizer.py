@@ -129,6 +129,12 @@ def test_special_tokens_are_left_out_unless_asked_for(tokenizer: Tokenizer) -> N
     assert Detokenizer(tokenizer.backend, [], skip_special_tokens=False).push(ids) == "a<|im_end|>b"
 
 
+def first_complete(text: str, stops: list[str], after: int = 0) -> tuple[int, str] | None:
+    """Return the end of the stop string that is complete first, behind the first `after` characters, and itself."""
+    ends = ((text.find(stop, max(0, after + 1 - len(stop))) + len(stop), stop) for stop in stops)
+    return min((found for found in ends if found[0] >= len(found[1])), key=lambda found: found[0], default=None)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=30),
@@ -139,11 +145,11 @@ def test_stop_strings_against_a_search_of_the_whole_text(pieces: list[str], stop
     for piece in pieces:
         text += piece
         shown += matcher.push(piece)
-        positions = [text.find(stop) for stop in stops if stop in text]
-        assert (matcher.matched is not None) == bool(positions)
-        if positions:
-            assert shown == text[: min(positions)]
+        if found := first_complete(text, stops):
+            end, stop = found
+            assert (matcher.matched, shown) == (stop, text[: end - len(stop)])
             return
+        assert matcher.matched is None
         # Only what may be the beginning of a stop string is held back, and all of that.
         endings = (text[start:] for start in range(len(text) + 1))
         held = next(ending for ending in endings if any(stop.startswith(ending) for stop in [*stops, ""]))
@@ -163,19 +169,31 @@ def test_a_stop_string_that_is_shown_ends_the_text_and_nothing_is_held_back(
     for piece in pieces:
         text += piece
         shown += matcher.push(piece)
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        if found:
-            begin, stop = min(found)  # the one that begins first, and of those the shortest
-            assert (matcher.matched, shown) == (stop, text[: begin + len(stop)])
+        if found := first_complete(text, stops):
+            end, stop = found
+            assert (matcher.matched, shown) == (stop, text[:end])
             return
         assert (matcher.matched, shown) == (None, text)
 
 
-def test_before_min_tokens_a_stop_string_is_text() -> None:
-    matcher = StopMatcher(StopStrings(["END"]))
-    assert matcher.push("END", watch=False) == "END"
-    assert matcher.push("xEND") == "x"
-    assert matcher.matched == "END"
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+    min_tokens=st.integers(0, 6),
+)
+def test_a_stop_string_counts_if_it_ends_after_min_tokens(pieces: list[str], stops: list[str], min_tokens: int) -> None:
+    """vLLM's rule: it may begin before, and what is complete by then is text."""
+    matcher, shown, text, unwatched = StopMatcher(StopStrings(stops)), "", "", len("".join(pieces[:min_tokens]))
+    for number, piece in enumerate(pieces):
+        text += piece
+        shown += matcher.push(piece, watch=number >= min_tokens)
+        if number >= min_tokens and (found := first_complete(text, stops, unwatched)):
+            end, stop = found
+            assert (matcher.matched, shown) == (stop, text[: end - len(stop)])
+            return
+        assert matcher.matched is None
+    assert shown + matcher.flush() == text
 
 
 def test_token_bytes_are_exact_inside_a_character(tokenizer: Tokenizer) -> None:
