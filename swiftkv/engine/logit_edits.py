@@ -1,4 +1,4 @@
-"""The edits of one request to its logits, the same at every step: logit bias, and stop tokens that come too early."""
+"""The edits of one request to its logits, the same at every step: logit bias, and ends that come too early."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class LogitEdits:
     def of(cls, request: Request) -> LogitEdits | None:
         """Return the edits that `request` asks for, or `None` if it asks for none."""
         bias = request.sampling.logit_bias or {}
-        # With a grammar, its masks forbid stop tokens, unless the grammar allows nothing else.
+        # With a grammar, its masks forbid them, unless the grammar allows nothing else.
         is_masked = request.sampling.grammar is not None
-        stops = request.stop_token_ids.tolist() if request.sampling.min_tokens and not is_masked else []
-        tokens = sorted({*bias, *stops})
+        late = request.late_token_ids.tolist() if request.sampling.min_tokens and not is_masked else []
+        tokens = sorted({*bias, *late})
         if not tokens:
             return None
         first_position = len(request.prompt) + request.sampling.min_tokens
         return cls(
             np.array(tokens, np.int32),
             np.array([bias.get(token, 0.0) for token in tokens], np.float32),
-            np.where(np.isin(tokens, stops), first_position, 0).astype(np.int32),
+            np.where(np.isin(tokens, late), first_position, 0).astype(np.int32),
         )

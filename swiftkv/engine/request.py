@@ -30,6 +30,7 @@ class Request:
     prompt: npt.NDArray[np.int32]
     sampling: SamplingParams
     stop_token_ids: npt.NDArray[np.int32]  # with the model's end-of-sequence tokens, unless `ignore_eos`
+    late_token_ids: npt.NDArray[np.int32]  # not to be sampled before `min_tokens`: those, even with `ignore_eos`
     seed: int  # 64 bits
     namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int
@@ -71,12 +72,14 @@ class Request:
                 f"prompt_logprobs for {len(prompt)} tokens would be {num_prompt_logprobs} numbers; "
                 f"at most {MAX_PROMPT_LOGPROBS} are given in one answer"
             )
-        stop = sampling.stop_token_ids if sampling.ignore_eos else [*sampling.stop_token_ids, *eos_token_ids]
+        late = {*sampling.stop_token_ids, *eos_token_ids}
+        stop = {*sampling.stop_token_ids} if sampling.ignore_eos else late
         return cls(
             request_id=message.request_id,
             prompt=prompt,
             sampling=sampling,
-            stop_token_ids=np.array(sorted(set(stop)), np.int32),
+            stop_token_ids=np.array(sorted(stop), np.int32),
+            late_token_ids=np.array(sorted(late), np.int32),
             seed=(secrets.randbits(64) if sampling.seed is None else sampling.seed) & (2**64 - 1),
             namespace=message.cache_salt.encode(),
             priority=message.priority,

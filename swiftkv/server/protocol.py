@@ -94,7 +94,9 @@ class SamplingFields(ModelBody):
 class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     """The fields that completions and chat completions have in common."""
 
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
+        None, description="Neither a stop token nor an end of sequence, ignored or not, comes before"
+    )
     n: Annotated[int, Field(ge=1, le=LIMITS.choices)] | None = None
     stop: StopString | StopList | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=LIMITS.stop_token_ids)] | None = None

@@ -76,14 +76,17 @@ def test_stop_tokens_end_an_answer_and_belong_to_it(engine: EngineProcess) -> No
 
 def test_the_models_own_end_counts_unless_it_is_ignored(engine: EngineProcess) -> None:
     bias = {SHAPE["eos_token_id"]: 1000.0}
-    ended, ignored = engine.wait(
+    ended, ignored, late = engine.wait(
         [
             engine.add([5], max_tokens=4, ignore_eos=False, logit_bias=bias),
             engine.add([5], max_tokens=4, ignore_eos=True, logit_bias=bias),
+            engine.add([5], max_tokens=4, ignore_eos=True, logit_bias=bias, min_tokens=3),
         ]
     )
     assert (ended.token_ids, ended.finish_reason) == ([SHAPE["eos_token_id"]], FINISH_STOP)
     assert (ignored.token_ids, ignored.finish_reason) == ([SHAPE["eos_token_id"]] * 4, FINISH_LENGTH)
+    is_end = [token == SHAPE["eos_token_id"] for token in late.token_ids]
+    assert (is_end, late.finish_reason) == ([False, False, False, True], FINISH_LENGTH)  # as in vLLM
 
 
 def test_repetition_penalty_is_that_of_transformers(engine: EngineProcess, model: PreTrainedModel) -> None:

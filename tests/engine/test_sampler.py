@@ -30,7 +30,7 @@ def kept_probabilities(logits: torch.Tensor, request: Request, outputs: list[int
     params = request.sampling
     x = logits.double().clone()
     if len(outputs) < params.min_tokens:
-        for token in request.stop_token_ids.tolist():
+        for token in {EOS, *params.stop_token_ids}:  # with `ignore_eos`, too
             x[token] = -math.inf
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
@@ -62,6 +62,8 @@ PARAMS = st.fixed_dictionaries(
         "frequency_penalty": st.sampled_from([0.0, -0.5, 0.7]),
         "repetition_penalty": st.sampled_from([1.0, 1.3]),
         "min_tokens": st.sampled_from([0, 2]),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.sampled_from([[], [8, 9]]),
         "logit_bias": st.sampled_from([None, {3: 4.0, EOS: 6.0}, {7: -100.0}]),
         "seed": st.integers(0, 2**63),
     }
