@@ -285,6 +285,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top_ids: list[int]  # the k likeliest, in falling order
     top_logprobs: list[float]
 
+    def with_top(self, count: int) -> TokenLogprobs:
+        """Return the entry with no more than the `count` likeliest tokens."""
+        return TokenLogprobs(self.logprob, self.rank, self.top_ids[:count], self.top_logprobs[:count])
+
 
 STEP_TIME_TERMS = ("token", "pair", "context", "row", "copy", "step")
 """The coefficients of `StepTime`, in its order: seconds per token, per pair of a prompt token and an earlier token that

@@ -205,8 +205,8 @@ class CompletionAnswer(Answer):
         body = request.body
         self._echo = bool(body.echo)
         self._only_echo = body.max_tokens == 0
-        self._logprobs = body.logprobs is not None
-        self._prompt_logprobs = body.prompt_logprobs is not None
+        self._num_logprobs = body.logprobs
+        self._num_prompt_logprobs = body.prompt_logprobs
         self._echoed: dict[int, CompletionLogprobs] = {}  # by prompt
         self._held: dict[int, dict[int, Delta]] = {}  # by prompt, by choice
 
@@ -226,12 +226,17 @@ class CompletionAnswer(Answer):
 
     def whole(self) -> Struct:
         choices = [self._choice(total, first=True) for total in self._ready(self._totals)]
-        if self._prompt_logprobs:
+        if self._num_prompt_logprobs is not None:
             shown: PromptLogprobs = []
             for choice, total in zip(choices, self._totals, strict=True):
                 if total.index % self.n == 0:
                     prompt = self._prompt(total.index)
-                    shown = prompt_logprobs(self.model.tokenizer, prompt.token_ids, total.prompt_logprobs or [])
+                    shown = prompt_logprobs(
+                        self.model.tokenizer,
+                        prompt.token_ids,
+                        total.prompt_logprobs or [],
+                        self._num_prompt_logprobs,
+                    )
                 choice.prompt_logprobs = shown
         return self._completion(choices, self.usage())
 
@@ -247,13 +252,13 @@ class CompletionAnswer(Answer):
 
         Where the logprobs of a prompt are echoed, its first choice brings them, and the others wait for that one.
         """
-        if not (self._echo and self._logprobs):
+        if not self._echo or self._num_logprobs is None:
             return list(batch)
         ready: list[Delta] = []
         for delta in batch:
             prompt = delta.index // self.n
             if delta.prompt_logprobs is not None:
-                self._echoed[prompt] = self._echo_of(self.prompts[prompt], delta.prompt_logprobs)
+                self._echoed[prompt] = self._echo_of(self.prompts[prompt], delta.prompt_logprobs, self._num_logprobs)
                 ready += [delta, *self._held.pop(prompt, {}).values()]
             elif prompt in self._echoed:
                 ready.append(delta)
@@ -271,15 +276,17 @@ class CompletionAnswer(Answer):
         return CompletionChoice(
             delta.index,
             prompt.text + delta.text if echo else delta.text,
-            self._named_logprobs(delta, echo) if self._logprobs else None,
+            self._named_logprobs(delta, echo) if self._num_logprobs is not None else None,
             delta.finish_reason,
             delta.stop_reason,
             delta.token_ids if self._return_token_ids else UNSET,
             prompt.token_ids if self._return_token_ids and first else UNSET,
         )
 
-    def _echo_of(self, prompt: Prompt, packed: list[bytes]) -> CompletionLogprobs:
-        entries: list[TokenLogprobs | None] = [None, *unpack_prompt_logprobs(packed)]
+    def _echo_of(self, prompt: Prompt, packed: list[bytes], num_top: int) -> CompletionLogprobs:
+        # The engine sends as many as `prompt_logprobs` wants, if that is more.
+        named = (entry.with_top(num_top) for entry in unpack_prompt_logprobs(packed))
+        entries: list[TokenLogprobs | None] = [None, *named]
         offsets = prompt_offsets(self.model.tokenizer, prompt.token_ids, prompt.text)
         return completion_logprobs(self._token_names, prompt.token_ids, entries, offsets)
 
@@ -303,7 +310,7 @@ class ChatAnswer(Answer):
         super().__init__(request)
         body = request.body
         self._logprobs = bool(body.logprobs)
-        self._prompt_logprobs = body.prompt_logprobs is not None
+        self._num_prompt_logprobs = body.prompt_logprobs
         self._hides_reasoning = body.include_reasoning is False
 
     def chunks(self, batch: Sequence[Delta]) -> list[Struct]:
@@ -338,9 +345,11 @@ class ChatAnswer(Answer):
             self.usage(),
             service_tier=self.service_tier,
             prompt_token_ids=prompt.token_ids if self._return_token_ids else UNSET,
-            prompt_logprobs=prompt_logprobs(tokenizer, prompt.token_ids, self._totals[0].prompt_logprobs or [])
-            if self._prompt_logprobs
-            else UNSET,
+            prompt_logprobs=UNSET
+            if self._num_prompt_logprobs is None
+            else prompt_logprobs(
+                tokenizer, prompt.token_ids, self._totals[0].prompt_logprobs or [], self._num_prompt_logprobs
+            ),
         )
 
     def _told(self, batch: Sequence[Delta]) -> Sequence[Delta]:

@@ -325,10 +325,16 @@ def chat_logprobs(names: TokenNames, token_ids: Sequence[int], logprobs: Sequenc
     )
 
 
-def prompt_logprobs(tokenizer: Tokenizer, prompt_ids: Sequence[int], packed: list[bytes]) -> PromptLogprobs:
-    """Return logprobs in vLLM's shape: one entry per prompt token, the first of which is `None`."""
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], packed: list[bytes], num_top: int
+) -> PromptLogprobs:
+    """Return logprobs in vLLM's shape: one entry per prompt token, the first of which is `None`.
+
+    `packed` may have more than the `num_top` likeliest tokens that are wanted of each.
+    """
     result: PromptLogprobs = [None]
-    for token_id, entry in zip(prompt_ids[1:], unpack_prompt_logprobs(packed), strict=True):
+    for token_id, whole in zip(prompt_ids[1:], unpack_prompt_logprobs(packed), strict=True):
+        entry = whole.with_top(num_top)
         ranked = zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
         by_id = {
             str(top_id): PromptLogprob(_finite(logprob), rank, tokenizer.token_text(top_id))

@@ -289,6 +289,20 @@ def test_logprobs_of_completions(gateway: Gateway, tokenizer: Tokenizer) -> None
     assert choice.prompt_logprobs[1]["302"] == shown
 
 
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(0, 3), (1, 3), (3, 1), (2, 0)])
+def test_an_echo_and_prompt_logprobs_have_as_many_as_each_asks_for(
+    gateway: Gateway, logprobs: int, prompt_logprobs: int
+) -> None:
+    completion = gateway.openai().completions.create(
+        model="chat", prompt=[301, 302, 303], max_tokens=2, logprobs=logprobs, echo=True,
+        extra_body={"prompt_logprobs": prompt_logprobs},
+    )  # fmt: skip
+    [choice] = completion.choices
+    # The echo engine's likeliest token is the one that stands there.
+    assert [len(top) for top in choice.logprobs.top_logprobs[1:]] == [max(logprobs, 1)] * 4
+    assert [len(entry) for entry in choice.prompt_logprobs[1:]] == [max(prompt_logprobs, 1)] * 2
+
+
 def test_echo_alone(gateway: Gateway) -> None:
     completion = gateway.openai().completions.create(model="chat", prompt="just this", max_tokens=0, echo=True)
     assert completion.choices[0].text == "just this"
