@@ -149,7 +149,11 @@ class Generation:
         raise StopAsyncIteration
 
     def finish(self, index: int, reason: str) -> None:
-        """End one sequence early; `reason` is for the metrics (`stop`: a stop string, `abort`: nobody waits)."""
+        """End one sequence early, and forget what came of it since the reader last asked.
+
+        `reason` is for the metrics (`stop`: a stop string, `abort`: nobody waits).
+        """
+        self._outputs.pop(index, None)
         request_id = self._unfinished.pop(index, None)
         if request_id is not None:
             self._abort([request_id], reason)

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from echo_gateway import train_tokenizer
 
 from swiftkv.engine.messages import TokenLogprobs
-from swiftkv.server.choices import Choice, Delta, StopRules, prompt_offsets
+from swiftkv.server.choices import Choice, Delta, StopRules, deltas, prompt_offsets
 from swiftkv.server.detokenizer import REPLACEMENT, StopStrings
-from swiftkv.server.generation import SequenceOutput
+from swiftkv.server.generation import Generation, SequenceOutput
 from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS
@@ -61,6 +62,32 @@ def test_every_token_with_a_logprob_has_a_place_in_the_text(
     delta = Choice(0, [300], tokenizer, rules).push(SequenceOutput(0, ids, logprobs, finish_reason="stop"))
     assert delta.text == "a€ b" + ("<|im_end|>" if shows_stop else "")
     assert delta.text_offsets == [len(tokenizer.decode(ids[:end]).rstrip(REPLACEMENT)) for end in range(len(ids))]
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_nothing_follows_a_stop_string_that_a_thread_finds(tokenizer: Tokenizer, has_ended: bool) -> None:
+    """The engine goes on until it hears of the stop string, which the thread needs its time to find."""
+    ids = tokenizer.encode("go on " * 300 + "stop", add_special_tokens=False)
+    aborted: list[int] = []
+    generation = Generation(range(7, 8), lambda request_ids, reason: aborted.extend(request_ids))
+
+    async def read() -> list[Delta]:
+        reader = deltas(generation, [Choice(0, [300], tokenizer, StopRules(StopStrings(["stop"])))])
+        generation.output(0).token_ids += ids
+        first = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)  # the reader takes the tokens, and waits for the thread
+        late = generation.output(0)
+        late.token_ids += ids
+        if has_ended:
+            late.finish_reason = "length"
+            generation.end(0)
+        generation.wake()
+        return [*await first, *[delta async for batch in reader for delta in batch]]
+
+    [delta] = asyncio.run(read())
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("go on " * 300, "stop", "stop")
+    assert delta.token_ids == ids
+    assert aborted == ([] if has_ended else [7])
 
 
 @pytest.mark.parametrize(("text", "added"), [("a<|im_end|>€b", [2, 0]), ("<|im_end|>a", [0]), ("b", [])])
