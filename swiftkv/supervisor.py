@@ -24,7 +24,7 @@ from swiftkv.processes import how_it_ended, module_command
 from swiftkv.progress import ProgressPage
 from swiftkv.restarts import Restarts
 from swiftkv.server.client import EngineClient
-from swiftkv.server.engine_state import EngineState
+from swiftkv.server.engine_state import EndCause, EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.lending import CoordinatorClient
 from swiftkv.tier.messages import TierSpec
@@ -39,7 +39,7 @@ _STOP_TIMEOUT_S = 10.0
 class _End:
     """The end of an engine process. `cause` is for metrics; `how` completes "the engine …"."""
 
-    cause: str
+    cause: EndCause
     how: str
     can_restart: bool = True
 
@@ -278,7 +278,7 @@ class EngineSupervisor:
         """Wait until the process ends; end it if it does not load in time, hangs, or sends a malformed message."""
         exited = asyncio.create_task(process.wait())
         receivers = [asyncio.create_task(self._client.receive())]
-        watchers = {
+        watchers: dict[EndCause, asyncio.Task[str]] = {
             "load_timeout": asyncio.create_task(self._until_overdue()),
             "hung": asyncio.create_task(watch.until_hung(self._waits_for_others)),
         }

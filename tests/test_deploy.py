@@ -124,6 +124,66 @@ def test_prometheus_takes_its_files() -> None:
     subprocess.run(["promtool", "check", "config", DEPLOY / "prometheus.yml"], check=True, timeout=60)
 
 
+ALERTS = [
+    pytest.param(
+        "SwiftkvModelNotServing",
+        {
+            'swiftkv:engine_up{instance="a",model_name="naps"}': "0x40",
+            'swiftkv:engine_state{instance="a",model_name="naps",state="asleep"}': "1x40",
+            'swiftkv:engine_up{instance="a",model_name="loads"}': "0x40",
+            'swiftkv:engine_state{instance="a",model_name="loads",state="asleep"}': "0x40",
+        },
+        ["loads"],
+        id="a model that sleeps without a process wakes nobody",
+    ),
+    pytest.param(
+        "SwiftkvModelRestarts",
+        {
+            'swiftkv:engine_restarts_total{instance="a",model_name="twice",reason="killed"}': "0x9 1x30",
+            'swiftkv:engine_restarts_total{instance="a",model_name="twice",reason="hung"}': "0x15 1x24",
+            'swiftkv:engine_restarts_total{instance="a",model_name="once",reason="killed"}': "0x9 1x30",
+        },
+        ["twice"],
+        id="restarts of all reasons count together",
+    ),
+    pytest.param(
+        "SwiftkvPreempts",
+        {
+            'vllm:num_preemptions_total{instance="a",model_name="gives way"}': "0+60x40",
+            'swiftkv:requests_displaced_total{instance="a",model_name="gives way",service_tier="batch"}': "0+60x40",
+            'vllm:num_preemptions_total{instance="a",model_name="is short"}': "0+60x40",
+            'swiftkv:requests_displaced_total{instance="a",model_name="is short",service_tier="batch"}': "0x40",
+        },
+        ["is short"],
+        id="who makes room for a higher tier is not short of memory",
+    ),
+]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (apt-get install prometheus)")
+@pytest.mark.parametrize(("alert", "series", "models"), ALERTS)
+def test_alerts_are_about_those_who_need_somebody(
+    alert: str, series: dict[str, str], models: list[str], tmp_path: Path
+) -> None:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    (rule,) = (rule for rule in group["rules"] if rule["alert"] == alert)
+    del rule["annotations"]
+    labels = [{"severity": rule["labels"]["severity"], "instance": "a", "model_name": model} for model in models]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": "40m", "alertname": alert, "exp_alerts": [{"exp_labels": each} for each in labels]}
+        ],
+    }
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [rule]}]}))
+    (tmp_path / "test.yml").write_text(yaml.safe_dump({"rule_files": ["rules.yml"], "tests": [case]}))
+    told = subprocess.run(
+        ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     unit = (DEPLOY / "swiftkv.service").read_text().replace("/opt/swiftkv/bin/swiftkv", "/bin/true")

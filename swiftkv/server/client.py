@@ -36,7 +36,7 @@ from swiftkv.engine.messages import (
     Woken,
 )
 from swiftkv.server.cache_calls import CacheCalls
-from swiftkv.server.engine_state import DOWN_RETRY_S, EngineState, EngineStatus
+from swiftkv.server.engine_state import DOWN_RETRY_S, EndCause, EngineState, EngineStatus
 from swiftkv.server.engine_storage import EngineStorage
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import USUAL_TERMS, Generation, SequenceRequest, Terms
@@ -306,7 +306,7 @@ class EngineClient:
         self._wanted.clear()
         await self._wanted.wait()
 
-    def engine_restarts(self, cause: str) -> None:
+    def engine_restarts(self, cause: EndCause) -> None:
         """Note that the engine process is about to be started again, because the one before it ended by `cause`."""
         self.num_restarts += 1
         self.metrics.engine_restarts(cause)

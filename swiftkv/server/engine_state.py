@@ -7,10 +7,14 @@ import time
 from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from swiftkv.server.errors import ApiError
 
 DOWN_RETRY_S = 5.0
+
+EndCause = Literal["killed", "exited", "load_failed", "load_timeout", "hung", "coordinator_hung", "bad_message"]
+"""Why an engine process ended that was not told to, as metrics name it."""
 
 
 class EngineState(StrEnum):

@@ -14,7 +14,7 @@ from swiftkv.engine.messages import HIT_TIERS, STEP_TIME_TERMS, EngineStats, Rea
 from swiftkv.policies import ServiceTier
 from swiftkv.server.block_metrics import BlockMetrics
 from swiftkv.server.compute_metrics import ComputeMetrics
-from swiftkv.server.engine_state import EngineState
+from swiftkv.server.engine_state import EndCause, EngineState
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.lending_metrics import LendingMetrics, add_histogram
 from swiftkv.server.limit_metrics import LimitMetrics
@@ -49,6 +49,7 @@ _ZERO_WHILE_DOWN = (
     "vllm:kv_cache_usage_perc",
 )
 _SERVICE_TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
+_END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
 
 
 class GatewayMetrics:
@@ -164,6 +165,8 @@ class ModelMetrics:
         self._success = self._by_label(metrics.labelled_counters["vllm:request_success"], FINISHED_REASONS)
         self._displaced = self._by_label(metrics.labelled_counters["swiftkv:requests_displaced"], _SERVICE_TIERS)
         self._prefix_hits = self._by_label(metrics.labelled_counters["swiftkv:prefix_hit_tokens"], HIT_TIERS)
+        # At zero from the start: `increase` does not see a counter that begins with one.
+        self._restarts = self._by_label(metrics.labelled_counters["swiftkv:engine_restarts"], _END_CAUSES)
         self._engine_totals: dict[Counter, int] = {}
         """The counts of the engine that runs now, as last reported: a restarted engine counts from zero again."""
 
@@ -254,8 +257,8 @@ class ModelMetrics:
     def count_refused(self, limit: str) -> None:
         self._metrics.labelled_counters["swiftkv:requests_refused"].labels(self._name, limit).inc()
 
-    def engine_restarts(self, reason: str) -> None:
-        self._metrics.labelled_counters["swiftkv:engine_restarts"].labels(self._name, reason).inc()
+    def engine_restarts(self, cause: EndCause) -> None:
+        self._restarts[cause].inc()
 
     def engine_went_down(self) -> None:
         for name in _ZERO_WHILE_DOWN:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 from echo_gateway import Gateway
@@ -9,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swiftkv.engine.messages import DURATION_BOUNDS_S, ComputeStats, EngineStats, Ready
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import GroupBlocks, LendingState
+from swiftkv.server.engine_state import EndCause
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
 from swiftkv.server.metrics import MAX_HIDDEN, GatewayMetrics
@@ -134,6 +137,20 @@ def test_totals_survive_a_restarted_engine() -> None:
     assert value("swiftkv:engine_starts_total", {"model_name": "m"}) == 2
     tiers = [value("swiftkv:prefix_hit_tokens_total", {"model_name": "m", "tier": tier}) for tier in ("local", "peer")]
     assert tiers == [39, 26]
+
+
+def test_the_first_restart_is_one_more_than_a_scrape_before_it_showed() -> None:
+    metrics = GatewayMetrics()
+    model = metrics.for_model("m")
+
+    def restarts() -> dict[str, float]:
+        (family,) = (metric for metric in metrics.registry.collect() if metric.name == "swiftkv:engine_restarts")
+        return {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
+
+    before = restarts()
+    assert set(before) == set(get_args(EndCause))
+    model.engine_restarts("hung")
+    assert restarts() == {**before, "hung": before["hung"] + 1}
 
 
 def test_displaced_requests_count_by_their_service_tier() -> None:
