@@ -48,6 +48,8 @@ _ZERO_WHILE_DOWN = (
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
 )
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names for a model that is awake, or asleep at level 1 or 2."""
 _SERVICE_TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
 _END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
 
@@ -334,12 +336,29 @@ class _EngineStates(ModelCollector[EngineView]):
         states = GaugeMetricFamily(
             "swiftkv:engine_state", "1 for the state that the model's engine is in", labels=("model_name", "state")
         )
+        sleep_states = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for awake, weights_offloaded (asleep at level 1) or discard_all (2); none while the engine is away",
+            labels=("model_name", "sleep_state"),
+        )
         ages = GaugeMetricFamily(
             "swiftkv:engine_progress_age_seconds", "Time since the engine last showed progress", labels=("model_name",)
         )
         for model, view in self._by_model.items():
             for state in EngineState:
                 states.add_metric((model, state), float(view.state == state))
+            if (current := _sleep_state(view)) is not None:
+                for sleep_state in _SLEEP_STATES:
+                    sleep_states.add_metric((model, sleep_state), float(sleep_state == current))
             if view.progress_age_s is not None:
                 ages.add_metric((model,), view.progress_age_s)
-        return states, ages
+        return states, sleep_states, ages
+
+
+def _sleep_state(view: EngineView) -> str | None:
+    """Return one of `_SLEEP_STATES`, or `None` while there is no engine though nobody put the model to sleep."""
+    awake, level_1, level_2 = _SLEEP_STATES
+    if view.state in (EngineState.ASLEEP, EngineState.WAKING):
+        return level_2 if view.pid is None else level_1
+    is_away = view.state in (EngineState.STARTING, EngineState.RESTARTING, EngineState.DOWN)
+    return None if is_away else awake

@@ -43,6 +43,7 @@ DASHBOARD = {
     "vllm:request_params_n_bucket",
     "vllm:request_params_max_tokens_bucket",
     "vllm:cache_config_info",
+    "vllm:engine_sleep_state",
 }
 READY = Ready("m", 1, 4096, 1024, num_blocks=300, pool_bytes=1 << 20, block_size=16, eos_token_ids=[], incarnation=1)
 
@@ -254,6 +255,14 @@ def test_blocks_are_told_by_group_and_state() -> None:
 def test_status(gateway: Gateway, path: str) -> None:
     with gateway.http() as http:
         assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/models/chat/ready"])
+def test_a_probe_may_ask_for_the_head_alone(gateway: Gateway, path: str) -> None:
+    with gateway.http() as http:
+        head = http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == http.get(path).headers["content-type"]
 
 
 def test_limits_are_the_nodes_and_no_models() -> None:
