@@ -37,11 +37,14 @@ def status_router(
 def _readiness_router(models: ModelTable, only_model: str | None) -> APIRouter:
     router = APIRouter()
 
+    # Load balancers and `wget --spider` ask with HEAD.
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses=documented("Health"))
     async def health() -> Response:
         """Say that the gateway is alive."""
         return json_response(Health())
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses={**documented("Readiness"), 503: _NOT_READY})
     async def ready(request: Request) -> Response:
         """Tell whether every engine serves or was put to sleep; if not, which one does not, and why.
