@@ -20,7 +20,13 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.limits import MONITORING_PATHS, URGENT_PATHS, Admission, NodeLimits, without_model
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
+    from uvicorn._types import (
+        ASGI3Application,
+        ASGIReceiveCallable,
+        ASGISendCallable,
+        ASGISendEvent,
+        HTTPScope,
+    )
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 128
@@ -65,6 +71,7 @@ def http_config(app: ASGIApp, limits: NodeLimits, **options: Any) -> uvicorn.Con
         http=partial(BoundedHttpProtocol, limits),  # type: ignore[arg-type]  # it is called like the class
         ws="none",
         lifespan="off",
+        log_config=None,  # lines with the time, as all others of the node
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -216,6 +223,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._enter(_Phase.IDLE if self.cycle.response_complete else _Phase.ANSWER)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_answer_without_chunks, cycle, app)
         begin = partial(super()._start_asgi_task, cycle, app)
         if without_model(cycle.scope["path"]) in URGENT_PATHS:
             begin()
@@ -319,6 +328,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # by us, because the application does not read
             return False
         return self._window_bytes < self._deadlines.min_body_rate * self._deadlines.body_window_s
+
+
+async def _answer_without_chunks(
+    cycle: RequestResponseCycle,
+    app: ASGI3Application,
+    scope: HTTPScope,
+    receive: ASGIReceiveCallable,
+    send: ASGISendCallable,
+) -> None:
+    """Call `app`; an answer of unknown length ends with the connection, because HTTP/1.0 has no chunks."""
+    is_declared = False
+
+    async def send_plainly(event: ASGISendEvent) -> None:
+        nonlocal is_declared
+        if event["type"] == "http.response.start":
+            is_declared = any(name.lower() == b"content-length" for name, _ in event.get("headers", ()))
+            if not is_declared:
+                cycle.chunked_encoding = False
+        elif event["type"] == "http.response.body" and not is_declared:
+            cycle.expected_content_length = len(event.get("body", b""))  # of this piece: uvicorn counts down
+        await send(event)
+
+    await app(scope, receive, send_plainly)
 
 
 def _spread(deadline_s: float) -> float:

@@ -63,18 +63,12 @@ def test_many_requests_at_once_begin_in_turns_and_health_before_them() -> None:
 
 
 def test_bad_requests_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("uvicorn.error")
-
     async def run() -> None:
         async with serving() as server:
-            logger.addHandler(caplog.handler)
             for _ in range(50):
                 assert (await server.exchange([b"\x00\x01\r\n\r\n"])).startswith(b"HTTP/1.1 400 ")
 
-    try:
-        asyncio.run(run())
-    finally:
-        logger.removeHandler(caplog.handler)
+    asyncio.run(run())  # the records come to the handlers of the node's log, which give them their times
     first, *others = (record.getMessage() for record in caplog.records)
     assert first == "Invalid HTTP request received."
     assert len(others) < 10  # one for each interval of a slow machine

@@ -152,6 +152,22 @@ def test_a_body_that_keeps_coming_may_take_longer_than_a_window() -> None:
     assert asyncio.run(run()).endswith(b"00002500")
 
 
+def test_an_older_client_gets_no_chunks() -> None:
+    async def run() -> bytes:
+        async with serving() as server:
+            reader, writer = await server.connect()
+            writer.write(b"GET /wait HTTP/1.0\r\n\r\n")
+            said = await reader.readuntil(b"begun")
+            writer.write_eof()
+            return said + await asyncio.wait_for(reader.read(), PATIENCE_S)
+
+    head, _, body = asyncio.run(run()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"begun"
+    assert ask(b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\nhe").endswith(b"\r\n\r\n00000002")
+
+
 def test_an_answer_may_take_longer_than_any_deadline() -> None:
     async def run() -> None:
         async with serving(after(SOON)) as server:
