@@ -109,6 +109,8 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
         num_bytes = request.state.num_body_bytes = sum(map(len, pieces))
         if not num_bytes or not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
+        if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
+            raise ApiError(400, "the body has a Content-Encoding, and none is undone here: send plain JSON")
 
         is_lenient = body_type.lenient_with is not None and body_type.lenient_with in request.headers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import select
 import socket
@@ -287,6 +288,16 @@ def test_json_under_another_name_is_refused(gateway: Gateway) -> None:
         response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
     assert response.status_code == 400
     assert "Content-Type" in response.json()["error"]["message"]
+
+
+def test_a_compressed_body_is_told_to_be_sent_plainly(gateway: Gateway) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    with gateway.http() as http:
+        response = http.post("/v1/completions", content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+        assert response.status_code == 400
+        assert "Content-Encoding" in response.json()["error"]["message"]
+        plain = {**headers, "Content-Encoding": "identity"}
+        assert http.post("/v1/completions", json={**COMPLETION, "prompt": "a"}, headers=plain).status_code == 200
 
 
 def test_unknown_models_paths_and_methods(gateway: Gateway) -> None:
