@@ -52,7 +52,8 @@ def _place(config: Config) -> Path:
         home = os.environ.get("XDG_STATE_HOME", "")
         state_home = Path(home) if os.path.isabs(home) else Path("~/.local/state").expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"node.state_dir: {error}; name a directory without ~") from None
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"node.state_dir: {reason}; name a directory that does not begin with ~") from None
     return state_home / "swiftkv" / str(config.node.port)
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from swiftkv.engine.messages import EngineStats
 from swiftkv.histogram import Histogram
+from swiftkv.locks import runtime_directories
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.tier.messages import TierStats
@@ -182,6 +183,16 @@ def test_alerts_are_about_those_who_need_somebody(
         ["promtool", "test", "rules", tmp_path / "test.yml"], capture_output=True, text=True, check=False, timeout=60
     )
     assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_the_unit_says_where_a_user_without_a_home_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = (DEPLOY / "swiftkv.service").read_text().splitlines()
+    unit = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    variables = dict(pair.split("=", 1) for pair in unit["Environment"].split())
+    monkeypatch.setenv("XDG_RUNTIME_DIR", variables["XDG_RUNTIME_DIR"])
+    assert Path(variables["XDG_STATE_HOME"], "swiftkv") == Path("/var/lib", unit["StateDirectory"])
+    assert runtime_directories()[0].parent == Path("/run", unit["RuntimeDirectory"])
+    assert unit["LimitNICE"] == "+0"  # a niceness; without the sign it would be a limit that allows nothing
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
