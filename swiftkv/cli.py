@@ -106,7 +106,7 @@ def serve(
     ] = False,
     log_level: Annotated[LogLevel | None, typer.Option(help="The least to log, in place of the file's.")] = None,
 ) -> None:
-    """Start every model of CONFIG and serve until told to stop (Ctrl-C or SIGTERM)."""
+    """Start every model of CONFIG and serve until told to stop (Ctrl-C, SIGTERM or SIGHUP)."""
     overrides = {
         "host": host,
         "port": port,
@@ -260,7 +260,7 @@ def status(
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /ready answers.")] = False,
 ) -> None:
-    """Show the state of every engine of a running node. The exit code is 0 if all of them serve."""
+    """Show the state of every engine of a running node. The exit code is 0 if all of them serve or were put to sleep."""
     import httpx
 
     try:

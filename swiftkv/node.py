@@ -70,7 +70,7 @@ _LOADING_S = 5.0
 
 
 def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
-    """Serve `config` until SIGTERM or SIGINT.
+    """Serve `config` until one of `stop_signals`.
 
     Raises `ConfigError`, before anything starts, if a port is taken, a key is not set or a device is missing;
     `EngineError` if a model does not come up.
@@ -204,11 +204,11 @@ class Node:
         self._hurry = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT.
+        """Serve until one of `stop_signals`.
 
         Raises `EngineError` if a model does not come up, or the error of one of the node's own tasks.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         async with AsyncExitStack() as ends:  # the last is called first, and each whatever becomes of the others
             ends.callback(self._exit_if_held_up)
@@ -407,6 +407,14 @@ class Node:
             lines += [f"  curl {url}/{path}{key} -H 'Content-Type: application/json' -d '{body}'"]
         lines += [f"all models: {node_url}/v1 (Ctrl-C stops)", f"to watch them: swiftkv page --url {node_url}"]
         say("\n".join(lines))
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop the node: SIGHUP, when its terminal is closed, unless it was started by `nohup`."""
+    signals = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
 
 
 def _run_without_triton() -> None:

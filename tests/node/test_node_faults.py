@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv.cli import app
+from swiftkv.node import stop_signals
 from tests.support.completions import complete, streaming
 from tests.support.node_process import (
     DEADLINE_S,
@@ -184,13 +185,30 @@ def test_sigterm_aborts_what_outlasts_the_timeout_and_leaves_nothing(
         node.assert_nothing_left()
 
 
-def test_sigterm_while_models_load_leaves_nothing(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+UNLESS_IGNORED = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="tests run under nohup")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=UNLESS_IGNORED)])
+def test_a_signal_while_models_load_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, temporary: Path, number: signal.Signals
+) -> None:
     with NodeProcess(config(checkpoint, "one", "two"), tmp_path, temporary, wait=False) as node:
         wait_for("both engines to be started", lambda: set(node.engines()) == {"one", "two"})
-        node.process.send_signal(signal.SIGTERM)
+        node.process.send_signal(number)
         node.wait_line("^stopped$")
         assert node.process.wait(DEADLINE_S) == 0
         node.assert_nothing_left()
+
+
+def test_a_node_that_nohup_started_outlives_its_terminal() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert stop_signals() == [signal.SIGTERM, signal.SIGINT]
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert stop_signals() == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_does_not_wait(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
