@@ -93,5 +93,6 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not safetensors: {error}") from None
     if size != _LENGTH_BYTES + num_bytes + end:
-        raise CheckpointError(f"{file}: has {size} bytes, and its header {_LENGTH_BYTES + num_bytes + end}")
+        expected = _LENGTH_BYTES + num_bytes + end
+        raise CheckpointError(f"{file}: has {size} bytes, and {expected} by its header; copy or load it again")
     return described
