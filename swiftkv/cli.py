@@ -260,7 +260,7 @@ def status(
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /ready answers.")] = False,
 ) -> None:
-    """Show the state of every engine of a running node. The exit code is 0 if all of them serve or were put to sleep."""
+    """Show the state of every engine of a running node. The exit code is 0 if all of them serve or sleep."""
     import httpx
 
     try:
