@@ -8,6 +8,7 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 
 _MAX_QUEUED = 4096  # writes
 _LONGEST_WRITE = 64 << 10  # bytes
@@ -21,10 +22,25 @@ class DetachedStream(io.TextIOBase):
     next line that gets through says how much was lost.
     """
 
-    def __init__(self, fd: int, patience_s: float) -> None:
-        """Write to `fd`. `flush` waits at most `patience_s` for the text to get out; with 0 it does not wait."""
+    def __init__(
+        self,
+        fd: int,
+        patience_s: float,
+        *,
+        mark: bytes = b"[%d writes were lost here]\n",
+        on_lost: Callable[[OSError], None] | None = None,
+    ) -> None:
+        """Write to `fd`. `flush` waits at most `patience_s` for the text to get out; with 0 it does not wait.
+
+        `mark` is the line that says how much was lost. `on_lost` is called, in the writing thread, for the first write
+        that fails after one that did not.
+        """
         self._fd = fd
         self._patience_s = patience_s
+        self._mark = mark
+        self._on_lost = on_lost
+        self._is_failing = False
+        self._is_torn = False  # the last line that was begun has no end
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._has_stalled = False
         self._num_lost = 0
@@ -81,14 +97,20 @@ class DetachedStream(io.TextIOBase):
     def _write_bytes(self, data: bytes) -> None:
         num_lost = self._num_lost
         if num_lost:
-            data = b"[%d writes were lost here]\n%b" % (num_lost, data)
+            data = b"\n" * self._is_torn + self._mark % num_lost + data
+        rest = data
         try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError:  # the reader is gone, or there is no room
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:  # the reader is gone, or there is no room
             self._num_lost += 1
+            self._is_torn |= len(rest) < len(data)
+            if self._on_lost is not None and not self._is_failing:
+                self._on_lost(error)
+            self._is_failing = True
         else:
             self._num_lost -= num_lost
+            self._is_torn = self._is_failing = False
 
 
 def detach_output(patience_s: float = 0.0) -> None:

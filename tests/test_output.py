@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 from swiftkv.output import DetachedStream
 
@@ -50,6 +51,30 @@ def test_a_full_disk_raises_nothing() -> None:
         for _ in range(10):
             print("lost", file=stream)
         stream.drain(DEADLINE_S)
+
+
+FULL_FOR_A_WHILE = """
+import os, resource, sys
+from swiftkv.output import DetachedStream
+
+told = []
+stream = DetachedStream(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), 60.0, mark=b"%d lost\\n", on_lost=told.append)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in (7, most):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    for _ in range(3):
+        stream.write("line\\n")
+    stream.drain(60.0)
+print(len(told), told[0].strerror)
+"""
+
+
+def test_a_line_that_was_cut_off_ends_before_the_next_and_the_first_loss_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    command = [sys.executable, "-c", FULL_FOR_A_WHILE, file]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S).stdout
+    assert file.read_text().splitlines() == ["line", "li", "2 lost", "line", "line", "line"]
+    assert told == "1 File too large\n"
 
 
 def test_a_process_that_ends_waits_for_no_thread_that_has_ended_before_it() -> None:

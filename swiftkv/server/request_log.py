@@ -37,6 +37,11 @@ _LONGEST_PATH = 256  # characters in a line
 SKIPPED_PATHS = MONITORING_PATHS | {"/version"}
 
 
+def _warn(error: OSError) -> None:
+    """Log that lines are lost from now on."""
+    logger.warning("node.request_log: lines are lost until there is room for them: %s", error.strerror)
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """The figures of one HTTP request: routes and engine clients fill in what they know of it."""
@@ -63,7 +68,7 @@ class RequestLog:
             raise ConfigError(
                 f"node.request_log: cannot write to {path}: {reason}; name another file, or null"
             ) from None
-        self._stream = DetachedStream(fd, patience_s=0.0)
+        self._stream = DetachedStream(fd, patience_s=0.0, mark=b'{"lost_lines":%d}\n', on_lost=_warn)
 
     def write(self, record: RequestRecord, method: str, path: str) -> None:
         """Add the line of a request that has ended now."""
