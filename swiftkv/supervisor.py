@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from swiftkv.background import PATIENCE_VARIABLE
-from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, Ready
+from swiftkv.engine.messages import EXIT_LOAD_FAILED, EXIT_NO_ROOM, EngineConfig, Ready
 from swiftkv.errors import EngineError
 from swiftkv.lease.messages import LendingSpec
 from swiftkv.node_config import NodeConfig
@@ -334,5 +334,7 @@ class EngineSupervisor:
 def end_of(returncode: int) -> _End:
     """Return how an engine process ended, and whether it may be started again, from its `Popen.returncode`."""
     if returncode == EXIT_LOAD_FAILED:
-        return _End("load_failed", how_it_ended(returncode), can_restart=False)
+        return _End("load_failed", "could not load the model", can_restart=False)
+    if returncode == EXIT_NO_ROOM:
+        return _End("exited", "found no room for the model")
     return _End("killed" if returncode < 0 else "exited", how_it_ended(returncode))

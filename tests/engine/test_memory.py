@@ -62,8 +62,12 @@ def test_what_the_libraries_hold_counts_where_it_is_more_than_what_is_set_aside(
 
 def test_an_engine_without_room_is_started_again() -> None:
     """The pool of an engine that died may stay until its borrowers have let go."""
-    assert end_of(exit_code(NoRoomError("kv_cache.memory: cuda:0 has no room"))).can_restart
-    assert not end_of(exit_code(ConfigError("kv_cache.memory: too little"))).can_restart
+    no_room = end_of(exit_code(NoRoomError("kv_cache.memory: cuda:0 has no room")))
+    assert no_room.can_restart
+    assert no_room.how == "found no room for the model"
+    too_little = end_of(exit_code(ConfigError("kv_cache.memory: too little")))
+    assert not too_little.can_restart
+    assert too_little.how == "could not load the model"
 
 
 @given(
