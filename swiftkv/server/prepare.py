@@ -198,7 +198,7 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates expect them.
 
     Raises:
-        ApiError: 400 for a message without content, or with an invalid call.
+        ApiError: 400 for a message without content.
     """
     check_messages(sum(message.num_parts for message in messages))
     for index, message in enumerate(messages):

@@ -217,11 +217,7 @@ class ChatMessage(Body):
         return len(self.content) if isinstance(self.content, list) else 1
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: one string of content, and calls whose arguments are objects.
-
-        Raises:
-            ApiError: 400 if the arguments of a call are not an object.
-        """
+        """Return the message as chat templates expect it: one string of content, calls whose arguments are objects."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)

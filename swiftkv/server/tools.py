@@ -65,17 +65,23 @@ class ToolCallMessage(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it: arguments are an object.
 
-        Raises:
-            ApiError: 400 if they are not.
+        An answer may have other arguments, cut off by its limit or written wrong by the model. They come back with the
+        conversation, which has to go on; the model sees them as one text.
         """
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            message = "field 'messages': the arguments of a tool call must be a JSON object, as a string"
-            raise ApiError(400, message, param="messages")
+        text = self.function.arguments
+        arguments = read_arguments(text) if text else {}
+        if arguments is None:
+            arguments = {"arguments": text}
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def read_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call, or `None` if they are not a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

@@ -150,6 +150,17 @@ def test_a_call_without_arguments_can_be_sent_back(tool_http: httpx.Client, argu
     assert "tool_calls" not in message
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Dal', '{"city": "a "b""}', "[]", "Dallas"])
+def test_arguments_that_are_cut_or_wrong_hold_up_no_conversation(tool_http: httpx.Client, arguments: str) -> None:
+    """After test_chat_utils' cases of malformed arguments: LangChain and LiteLLM send them back as they got them."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "Error: the arguments are not JSON"}
+    history = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    assert "Error" in chat(tool_http, messages=history, tools=[TOOL], max_tokens=60)["choices"][0]["message"]["content"]
+    shown = ChatMessage.model_validate(history[-2]).for_template()["tool_calls"][0]["function"]
+    assert shown == {"name": "get_weather", "arguments": {"arguments": arguments}}
+
+
 def test_reasoning_goes_before_reasoning_content() -> None:
     """After `test_reasoning_takes_precedence_over_reasoning_content` and
     `test_reasoning_content_normalized_to_reasoning`."""

@@ -26,7 +26,6 @@ from swiftkv.server.responses_api.tools import (
     RequestTools,
     custom_arguments,
     function_name,
-    whole_arguments,
 )
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
 from swiftkv.server.templating import ReasoningEffort
@@ -388,7 +387,7 @@ def _messages(body: ResponsesBody) -> Iterator[ChatMessage]:
 
 def _call(item: FunctionCallInput | CustomCallInput) -> ToolCallMessage:
     name = function_name(item.namespace, item.name)
-    function = CalledFunction.model_construct(name=name, arguments=whole_arguments(item.arguments))
+    function = CalledFunction.model_construct(name=name, arguments=item.arguments)
     return ToolCallMessage.model_construct(id=item.call_id, type="function", function=function)
 
 

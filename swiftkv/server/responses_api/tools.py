@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, Tag
 
 from swiftkv.server.fields import NO_SERVER_TOOLS, Body, Text, told_by
 from swiftkv.server.price import LIMITS
-from swiftkv.server.tools import FunctionDefinition, FunctionName, Tool
+from swiftkv.server.tools import FunctionDefinition, FunctionName, Tool, read_arguments
 
 _INPUT = {
     "type": "object",
@@ -167,27 +167,8 @@ def custom_arguments(text: str) -> str:
 
 def custom_input(arguments: str) -> str:
     """Return the input of a custom tool; arguments that are cut or wrong are shown as they are."""
-    text = (_object(arguments) or {}).get("input")
+    text = (read_arguments(arguments) or {}).get("input")
     return text if isinstance(text, str) else arguments
-
-
-def whole_arguments(arguments: str) -> str:
-    """Return the arguments of a call as chat templates take them: an object.
-
-    An answer may have other arguments, cut off by its limit or written wrong by the model. They come back with the
-    conversation, which has to go on; the model sees them as one text.
-    """
-    if not arguments or _object(arguments) is not None:
-        return arguments
-    return json.dumps({"arguments": arguments}, ensure_ascii=False)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _function(
