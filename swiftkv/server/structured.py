@@ -65,15 +65,17 @@ def asked_grammar(body: StructuredFields) -> AskedGrammar | None:
     """Return the grammar that a request asks for. A large one takes milliseconds.
 
     Raises:
-        ApiError: 400 if there are several, or one is not JSON or larger than the limits.
+        ApiError: 400 if there are several different ones, or one is not JSON or larger than the limits.
     """
     found = [*_of_response_format(body), *_of_structured_outputs(body), *_of_guided(body)]
     if not found:
         return None
-    if len(found) > 1:
-        fields = " and ".join(f"'{asked.field}'" for asked in found)
-        raise ApiError(400, f"fields {fields} cannot hold one answer together: give one", param=found[1].field)
-    return found[0]
+    # Clients of vLLM's older and newer versions (guidance's) give one grammar twice, under both names.
+    first, others = found[0], [asked for asked in found if asked.source != found[0].source]
+    if others:
+        fields = " and ".join(f"'{asked.field}'" for asked in [first, *others])
+        raise ApiError(400, f"fields {fields} cannot hold one answer together: give one", param=others[0].field)
+    return first
 
 
 def _of_response_format(body: StructuredFields) -> Iterator[AskedGrammar]:

@@ -25,6 +25,8 @@ COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 
 CHAT: dict[str, Any] = {"model": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 PERSON = SCHEMAS["person"]
 SCHEMA = {"name": "a", "schema": PERSON}
+GUIDANCE = '%llguidance {}\n\nstart: s\ns[capture]: S\n\nS: "a"\n     | "b"\n\n'
+"""A grammar of the guidance library, which sends it under vLLM's older and newer name."""
 
 
 def post(gateway: Gateway, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -55,6 +57,11 @@ def asked(kind: Any, text: str) -> AskedGrammar:
         {"guided_regex": "[a-z]+"},
         {"guided_choice": ["a", "b"]},
         {"guided_grammar": 'root ::= "a" | "b"'},
+        {
+            "structured_outputs": {"grammar": GUIDANCE},
+            "guided_grammar": GUIDANCE,
+            "guided_decoding_backend": "guidance",
+        },
         {"response_format": {"type": "text"}, "ignore_eos": True},
         {"structured_outputs": {}},
         # The values that vLLM's own clients send for what they leave out.
