@@ -24,6 +24,9 @@ INT32_MAX = 2**31 - 1
 Text = Annotated[str, Field(max_length=INT32_MAX)]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 
+# Anthropic's mark of what to cache, which clients of several providers send to all of them.
+CacheControl = Annotated[dict[str, Any] | None, Field(description="Accepted, not used")]
+
 UNSEEN = "[This is of the type {}, which this model cannot read: it takes text.]"
 """The text that a model sees in place of a tool's result that is not text."""
 

@@ -20,6 +20,7 @@ from swiftkv.server.fields import (
     TEXT_ONLY,
     AtMost,
     Body,
+    CacheControl,
     Label,
     OnlyKinds,
     Text,
@@ -186,6 +187,7 @@ class CompletionBody(GenerationBody):
 class TextPart(Body):
     type: Annotated[Literal["text"], BeforeValidator(OnlyKinds("text", because=TEXT_ONLY))]
     text: Text
+    cache_control: CacheControl = None
 
 
 class ChatMessage(Body):
@@ -204,6 +206,11 @@ class ChatMessage(Body):
     reasoning: Text | None = Field(None, description="As `reasoning_content`, and before it")
     # OpenAI's client adds it to answers to `parse`, which come back with the conversation.
     parsed: Any = Field(None, description="Accepted, not used")
+    # LiteLLM and OpenRouter add these to answers, with reasoning that the fields above have already.
+    provider_specific_fields: Any = Field(None, description="Accepted, not used")
+    reasoning_details: Any = Field(None, description="Accepted, not used")
+    thinking_blocks: Any = Field(None, description="Accepted, not used")
+    cache_control: CacheControl = None
 
     @property
     def says_something(self) -> bool:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from swiftkv.grammars import GrammarSource
 from swiftkv.server.errors import ApiError
-from swiftkv.server.fields import Body, Label, Text
+from swiftkv.server.fields import Body, CacheControl, Label, Text
 from swiftkv.server.grammars import AskedGrammar
 from swiftkv.server.price import LIMITS, check_grammar
 from swiftkv.server.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ class FunctionDefinition(Body):
 class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheControl = None
 
 
 class NamedFunction(Body):
@@ -61,6 +62,7 @@ class ToolCallMessage(Body):
     type: Literal["function"]
     function: CalledFunction
     index: int | None = None
+    provider_specific_fields: Any = Field(None, description="Accepted, not used")  # LiteLLM's
 
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it: arguments are an object.

@@ -11,6 +11,7 @@ import pytest
 from echo_gateway import Gateway
 
 from swiftkv.server.protocol import ChatMessage
+from swiftkv.server.tools import ToolFields, template_tools
 
 USER: Any = [{"role": "user", "content": "what is the weather in Paris?"}]
 CHAT: dict[str, Any] = {"model": "chat", "messages": USER, "max_tokens": 5}
@@ -159,6 +160,30 @@ def test_arguments_that_are_cut_or_wrong_hold_up_no_conversation(tool_http: http
     assert "Error" in chat(tool_http, messages=history, tools=[TOOL], max_tokens=60)["choices"][0]["message"]["content"]
     shown = ChatMessage.model_validate(history[-2]).for_template()["tool_calls"][0]["function"]
     assert shown == {"name": "get_weather", "arguments": {"arguments": arguments}}
+
+
+def test_what_clients_of_several_providers_add_is_passed_over(tool_http: httpx.Client) -> None:
+    """LiteLLM's answers have fields of their own, which come back; it and LangChain mark what Anthropic is to cache."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}, "index": 0}
+    added = {
+        "provider_specific_fields": {"reasoning": "Hm."},
+        "thinking_blocks": [{"type": "thinking", "thinking": "Hm.", "signature": ""}],
+        "reasoning_details": [{"type": "reasoning.text", "text": "Hm."}],
+    }
+    plain = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+    marked = {**plain, **added, "tool_calls": [{**call, "provider_specific_fields": {"thought_signature": "a"}}]}
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "98 degrees"}
+    system = {"type": "text", "text": "Be kind."}
+    answers = [
+        chat(tool_http, messages=messages, tools=[tool], max_tokens=200)["choices"][0]["message"]["content"]
+        for messages, tool in (
+            ([{"role": "system", "content": [system]}, *USER, plain, result], TOOL),
+            ([{"role": "system", "content": [system | cached]}, *USER, marked, result | cached], TOOL | cached),
+        )
+    ]
+    assert answers[0] == answers[1]
+    assert template_tools(ToolFields.model_validate({"tools": [TOOL | cached]})) == [TOOL]
 
 
 def test_reasoning_goes_before_reasoning_content() -> None:

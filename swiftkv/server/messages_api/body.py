@@ -16,6 +16,7 @@ from swiftkv.server.fields import (
     TEXT_ONLY,
     UNSEEN,
     Body,
+    CacheControl,
     Label,
     OnlyKinds,
     Text,
@@ -46,8 +47,6 @@ FIELD_OF_CHAT = {
 }
 """The names that a chat's fields have here, for errors that are found in the chat."""
 
-_CACHED_ANYWAY = "Accepted, not used"
-
 _ATTRIBUTION = "x-anthropic-billing-header:"
 """The name of the line with which Claude Code's prompts begin. Its value differs from request to request, so a prompt
 with it would never be found in the cache."""
@@ -66,7 +65,7 @@ ServerBlockType = Literal[
 
 
 class CachedPart(Body):
-    cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
+    cache_control: CacheControl = None
 
 
 class TextBlockParam(CachedPart):
@@ -313,7 +312,7 @@ class CountTokensBody(ModelBody):
     tool_choice: ToolChoiceOf | None = None
     output_config: OutputConfig | None = None
     thinking: ThinkingSettings | None = None
-    cache_control: dict[str, Any] | None = Field(None, description=_CACHED_ANYWAY)
+    cache_control: CacheControl = None
     context_management: dict[str, Any] | None = Field(None, description="Accepted, not used")
 
     _chat: ChatBody = PrivateAttr()
