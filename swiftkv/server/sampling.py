@@ -179,7 +179,7 @@ def _num_logprobs(body: CompletionBody | ChatBody) -> tuple[int | None, int | No
         echoed = body.logprobs if body.echo else None
         asked = [k for k in (body.prompt_logprobs, echoed) if k is not None]
         return body.logprobs, max(asked) if asked else None
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "field 'top_logprobs' is only for 'logprobs': true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs
 

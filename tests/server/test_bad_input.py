@@ -225,6 +225,8 @@ def test_too_many_sequences_for_any_queue(gateway: Gateway) -> None:
 def test_stream_options_and_prompt_logprobs_need_the_right_mode(gateway: Gateway) -> None:
     assert post(gateway, "/v1/completions", {**COMPLETION, "stream": True, "prompt_logprobs": 1})[0] == 400
     assert post(gateway, "/v1/chat/completions", {**CHAT, "top_logprobs": 1})[1]["param"] == "top_logprobs"
+    # vLLM's own default, which clients send that fill in all of its fields.
+    assert post(gateway, "/v1/chat/completions", {**CHAT, "logprobs": False, "top_logprobs": 0})[0] == 200
 
 
 @pytest.mark.parametrize(
