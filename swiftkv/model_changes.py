@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,14 @@ from swiftkv.devices import check_devices
 from swiftkv.errors import ConfigError, SwiftkvError
 from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
+from swiftkv.model_config import ModelConfig
 from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
-from swiftkv.ports import Ports
+from swiftkv.ports import Ports, files_of
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
+from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import listen_on
@@ -39,6 +42,7 @@ class RunningModels:
         table: ModelTable,
         *,
         ports: Ports,
+        limits: NodeLimits,
         tasks: Tasks,
         grammars: GrammarChecker,
         templates: TemplateRenderer,
@@ -51,6 +55,7 @@ class RunningModels:
         self._fleet = fleet
         self._table = table
         self._ports = ports
+        self._limits = limits
         self._tasks = tasks
         self._grammars = grammars
         self._templates = templates
@@ -70,6 +75,7 @@ class RunningModels:
             with contextlib.ExitStack() as stack:
                 try:
                     config, plan = await asyncio.to_thread(self._check, section)
+                    self._take_files(config.models[-1], stack)
                     port = config.models[-1].endpoint
                     listening = None
                     if port is not None:
@@ -79,11 +85,8 @@ class RunningModels:
                     raise ApiError(400, str(error), code="invalid_model") from None
                 for warning in small_contexts(member.config, plan):
                     self._say(warning)
-                await self._come_up(member)
+                await self._come_up(member, listening)
                 stack.pop_all()  # the port stays open from here on
-            handle = self._table.get(plan.name)
-            if listening is not None:
-                self._ports.serve_model(listening, handle)
             self._say(f"{plan.name}: added")
             return plan.name
 
@@ -107,7 +110,9 @@ class RunningModels:
             self._table.remove(name)
             handle.client.status.drain()  # before a client can wake it
             await self._ports.close_model(name)
-            await self._end(self._fleet.members[name])
+            member = self._fleet.members[name]
+            await self._end(member)
+            self._limits.leave_files_of_model(files_of(member.config))
             self._say(f"{name}: removed")
 
     async def reload(self, name: str, timeout_s: float, *, now: bool) -> None:
@@ -144,8 +149,24 @@ class RunningModels:
         check_devices(config)
         return config, plan
 
-    async def _come_up(self, member: Member) -> None:
-        """Start a model that was added, and let clients name it. Raises `ApiError` 400 if it does not load."""
+    def _take_files(self, model: ModelConfig, stack: contextlib.ExitStack) -> None:
+        """Take the descriptors of a model from those of clients, until `stack` is left.
+
+        Raises `ConfigError` if clients need them.
+        """
+        num_files = files_of(model)
+        if not self._limits.take_files_of_model(num_files):
+            raise ConfigError(
+                f"node.max_connections: clients leave this node no {num_files} descriptors for another model; close "
+                "connections, or raise the hard limit of open files (ulimit -Hn) and start the node again"
+            )
+        stack.callback(self._limits.leave_files_of_model, num_files)
+
+    async def _come_up(self, member: Member, listening: socket.socket | None) -> None:
+        """Start a model that was added, open its port, and let clients name it.
+
+        Raises `ApiError` 400 if it does not load.
+        """
         name = member.plan.name
         member.client.start()
         try:
@@ -154,6 +175,8 @@ class RunningModels:
             [handle] = await asyncio.to_thread(
                 load_handles, self._fleet.config, [member], self._grammars, self._templates
             )
+            if listening is not None:
+                self._ports.serve_model(listening, handle)
         except (SwiftkvError, OSError) as error:
             await self._end(member)
             raise ApiError(400, str(error), code="load_failed") from None

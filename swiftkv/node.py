@@ -32,7 +32,7 @@ from swiftkv.output import detach_output, open_standard_descriptors
 from swiftkv.planning.advice import small_contexts
 from swiftkv.planning.models import ModelPlan
 from swiftkv.policies import LogLevel, Task
-from swiftkv.ports import ACCEPTS_PER_ROUND, Ports
+from swiftkv.ports import Ports, files_of
 from swiftkv.processes import allow_open_files, exit_in, fix_search_paths, share_one_heap
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.limits import SPARE_CONNECTIONS, NodeLimits
@@ -58,9 +58,7 @@ _EXAMPLES: dict[Task, tuple[str, str]] = {
 }
 """The route and the body, without the model, of the request that the node shows for a model of each task."""
 _FILES_OF_NODE = SPARE_CONNECTIONS + 128
-"""Descriptors for what is neither a model's nor a client's; a few models can be added as well."""
-_FILES_PER_MODEL = 24
-"""Descriptors for the sockets and pipes of a model, which lends and has storage."""
+"""Descriptors for what is neither a model's nor a client's."""
 _ENGINES_STOP_S = 30.0
 """The most seconds that a node without requests takes to end, with its engines."""
 _DISK_S = 5.0
@@ -122,13 +120,12 @@ def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:
     config.node.check_access()
     check_devices(config)
     check_memory(plans)
-    return NodeLimits(min(config.node.max_connections, _files_for_clients(config)), config.node.max_bodies)
+    return NodeLimits(config.node.max_connections, config.node.max_bodies, _files_for_clients(config))
 
 
 def _files_for_clients(config: Config) -> int:
     """Return the descriptors that the node leaves to clients. Raises `ConfigError` if there are none."""
-    num_ports = sum(model.endpoint is not None for model in config.models)
-    reserved = _FILES_OF_NODE + _FILES_PER_MODEL * len(config.models) + ACCEPTS_PER_ROUND * num_ports
+    reserved = _FILES_OF_NODE + sum(map(files_of, config.models))
     open_files = allow_open_files()
     if open_files <= reserved:
         raise ConfigError(
@@ -355,6 +352,7 @@ class Node:
             self._fleet,
             table,
             ports=ports,
+            limits=self._limits,
             tasks=self._tasks,
             grammars=self._grammars,
             templates=self._templates,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from swiftkv.model_config import ModelConfig
 from swiftkv.server.http_protocol import http_config
 from swiftkv.server.lending import NodeLending
 from swiftkv.server.metrics import GatewayMetrics
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 _CLOSE_TIMEOUT_S = 5
 ACCEPTS_PER_ROUND = 16
 """The connections that one round of the event loop accepts: one for each descriptor of the socket."""
+_FILES_PER_MODEL = 24
+"""Descriptors for the sockets and pipes of a model, which lends and has storage."""
+
+
+def files_of(model: ModelConfig) -> int:
+    """Return the descriptors that a model takes in the node's process, those of its own port included."""
+    return _FILES_PER_MODEL + (ACCEPTS_PER_ROUND if model.endpoint is not None else 0)
 
 
 class Ports:
@@ -45,12 +53,14 @@ class Ports:
         self._serve("", listening, create_app(table, self._settings, self._metrics, self._lending, changes))
 
     def serve_model(self, listening: socket.socket, model: ModelHandle) -> None:
+        """Serve a model at its own port. Raises `OSError` if no more descriptors can be opened."""
         from swiftkv.server.app import create_model_app
         from swiftkv.server.models import ModelTable
 
-        table = self._tables[model.name] = ModelTable({model.name: model})
+        table = ModelTable({model.name: model})
         app = create_model_app(table, model.name, self._settings, self._metrics, self._lending)
         self._serve(model.name, listening, app)
+        self._tables[model.name] = table
 
     def renew(self, model: ModelHandle) -> None:
         """Have a model's own port, if it has one, serve the new handle of the model."""
@@ -68,10 +78,12 @@ class Ports:
 
     def _serve(self, name: str, listening: socket.socket, app: FastAPI) -> None:
         limits = self._settings.limits
-        descriptors = [listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))]
+        with ExitStack() as opened:  # all or none
+            others = [opened.enter_context(listening.dup()) for _ in range(ACCEPTS_PER_ROUND - 1)]
+            opened.pop_all()
         server = _HttpServer(http_config(app, limits, backlog=BACKLOG, timeout_graceful_shutdown=_CLOSE_TIMEOUT_S))
         port = listening.getsockname()[1]
-        serving = self._tasks.start(server.serve_until_told(descriptors), f"the HTTP server of port {port}")
+        serving = self._tasks.start(server.serve_until_told([listening, *others]), f"the HTTP server of port {port}")
         self._serving[name] = server, serving
 
     async def _close(self, names: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,6 +156,8 @@ class NodeLimits:
     max_connections: int = 4096
     max_bodies: int = 128 << 20
     """Bytes of all larger request bodies together, from their arrival until their answers begin."""
+    max_files: int = sys.maxsize
+    """The descriptors that models leave to clients, for connections and for files that requests hold open."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     log: LogLimit = field(default_factory=LogLimit)
     turns: Turns = field(default_factory=Turns)
@@ -168,11 +171,12 @@ class NodeLimits:
     def admit(self) -> Admission:
         """Count a new connection, unless there is no place for it."""
         num_taken = self.num_connections + self.num_files
-        if num_taken >= self.max_connections + SPARE_CONNECTIONS:
+        num_places = min(self.max_connections, self.max_files)
+        if num_taken >= num_places + SPARE_CONNECTIONS:
             self.num_refused_connections += 1
             return Admission.NONE
         self.num_connections += 1
-        return Admission.REGULAR if num_taken < self.max_connections else Admission.SPARE
+        return Admission.REGULAR if num_taken < num_places else Admission.SPARE
 
     def leave(self) -> None:
         """Give the place of an admitted connection back."""
@@ -181,7 +185,7 @@ class NodeLimits:
 
     def take_file(self) -> bool:
         """Count a file that a request is about to open, or return `False` if there is no place for it."""
-        if self.num_connections + self.num_files >= self.max_connections:
+        if self.num_connections + self.num_files >= min(self.max_connections, self.max_files):
             self.num_refused_connections += 1
             return False
         self.num_files += 1
@@ -191,6 +195,17 @@ class NodeLimits:
         """Give the place of a file back."""
         assert self.num_files > 0
         self.num_files -= 1
+
+    def take_files_of_model(self, num_files: int) -> bool:
+        """Leave clients fewer descriptors; return `False` if they hold more than that, or would have none."""
+        if self.max_files - num_files < max(1, self.num_connections + self.num_files):
+            return False
+        self.max_files -= num_files
+        return True
+
+    def leave_files_of_model(self, num_files: int) -> None:
+        """Give the descriptors of a model that is gone back to clients."""
+        self.max_files += num_files
 
     @contextmanager
     def body(self, declared_bytes: int) -> Iterator[BodyBudget]:

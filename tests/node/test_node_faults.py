@@ -147,6 +147,25 @@ def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
     assert (again.exit_code, again.stderr) == (1, "swiftkv: model 'doomed' is ready, not down\n")
 
 
+def test_models_that_are_added_leave_descriptors_to_clients(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    """The node may open 64 + 128 files for itself, 24 for each of two models, and 20 for clients."""
+    settings = config(checkpoint, "only", port=free_ports(1)[0])
+    program = ("-c", "import resource, runpy; resource.setrlimit(resource.RLIMIT_NOFILE, (260, 260)); " + RUN_COMMAND)
+    [first, second] = small_models(checkpoint, "first", "second")
+    with NodeProcess(settings, tmp_path, temporary, program=program) as node:
+
+        def change(method: str, path: str, **body: Any) -> httpx.Response:
+            url = f"{node.url}/admin/{path}"
+            return httpx.request(method, url, headers=node.admin_headers(), timeout=DEADLINE_S, **body)
+
+        assert change("POST", "models", json=first).status_code == 201
+        refused = change("POST", "models", json=second)
+        assert refused.status_code == 400
+        assert "no 24 descriptors for another model" in refused.json()["error"]["message"]
+        assert change("DELETE", "models/first").status_code == 200
+        assert change("POST", "models", json=second).status_code == 201
+
+
 @pytest.mark.slow
 def test_uploads_leave_descriptors_to_the_node_itself(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
     settings = config(checkpoint, "only", port=free_ports(1)[0], state_dir=str(tmp_path / "state"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -105,6 +106,25 @@ def test_a_model_comes_and_goes_and_others_do_not_notice(
             assert traces(node) == before
         assert next(stream.events)["choices"]
     assert answers == [greedy(node, "steady")] * num_times
+
+
+def test_a_model_whose_port_cannot_be_opened_is_not_there(node: NodeProcess, checkpoint: Path) -> None:
+    """A port takes sixteen descriptors."""
+    [section] = small_models(checkpoint, "guest")
+    section["endpoint"] = {"port": 0}
+    gateway = psutil.Process(node.process.pid)
+    soft, hard = gateway.rlimit(psutil.RLIMIT_NOFILE)
+    with ThreadPoolExecutor(1) as thread:
+        adding = thread.submit(add, node, section)
+        wait_for("its engine", lambda: "guest" in node.engines())
+        highest = max(int(path.name) for path in Path(f"/proc/{gateway.pid}/fd").iterdir())
+        try:
+            gateway.rlimit(psutil.RLIMIT_NOFILE, (highest + 8, hard))
+            answer = adding.result()
+        finally:
+            gateway.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "load_failed")
+    assert_alone(node)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from swiftkv.server.limits import FREE_BODY_BYTES, BodyBudget, NodeLimits, Turns
+from swiftkv.server.limits import FREE_BODY_BYTES, Admission, BodyBudget, NodeLimits, Turns
 
 MIB = 1 << 20
 
@@ -37,6 +37,21 @@ def test_a_body_that_is_alone_may_take_the_whole_budget() -> None:
     whole.release()
     whole.release()
     assert limits.body_bytes == 0
+
+
+def test_a_model_that_is_added_takes_descriptors_from_clients() -> None:
+    limits = NodeLimits(max_connections=100, max_files=30)
+    assert [limits.take_file() for _ in range(31)].count(False) == 1
+    assert not limits.take_files_of_model(1)  # clients hold all of them
+    for _ in range(10):
+        limits.leave_file()
+    assert limits.take_files_of_model(10)
+    assert not limits.take_file()
+    assert limits.admit() is Admission.SPARE
+    limits.leave()
+    limits.leave_files_of_model(10)
+    assert limits.admit() is Admission.REGULAR
+    assert not NodeLimits(max_files=24).take_files_of_model(24)  # clients must have some
 
 
 @pytest.mark.parametrize("declared_bytes", [0, FREE_BODY_BYTES], ids=["chunked", "more than it declared"])
