@@ -8,8 +8,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from swiftkv.storage.backend import Capabilities, Medium, Parts, Status, Usage
 
@@ -21,6 +22,8 @@ _FAIR_S = 0.1
 """The least time given to a call that says anything about the speed of a medium."""
 HUNG_S = 1.0
 """The time beyond its deadline after which a call counts as hung."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ class GuardedMedium:
         """Return which keys are there; False also for those of which that is not known."""
         with _Call(self, deadline_s) as call:
             if call.is_admitted:
-                return self._medium.exists(keys, deadline_s)
+                return _one_each(keys, map(bool, self._medium.exists(keys, deadline_s)))
         return [False] * len(keys)
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
@@ -152,7 +155,9 @@ class GuardedMedium:
         statuses: list[Status] = []
         with _Call(self, deadline_s) as call:
             if call.is_admitted:
-                for status in self._medium.read(keys, into, deadline_s):
+                for status in map(Status, self._medium.read(keys, into, deadline_s)):
+                    if len(statuses) == len(keys):
+                        raise ValueError(f"the medium gave more answers than there are keys: {len(keys)}")
                     statuses.append(status)
                     yield status
                 call.note(statuses)
@@ -162,7 +167,7 @@ class GuardedMedium:
         """Keep copies of the parts."""
         with _Call(self, deadline_s) as call:
             if call.is_admitted:
-                return call.note(self._medium.write(keys, sources, deadline_s))
+                return call.note(_one_each(keys, map(Status, self._medium.write(keys, sources, deadline_s))))
         return [call.refusal] * len(keys)
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -185,13 +190,24 @@ class GuardedMedium:
             self.breaker.trip()
 
     def close(self) -> None:
-        """Close the medium."""
-        self._medium.close()
+        """Close the medium. If it raises, there is nothing left to do, and other media are still to be closed."""
+        try:
+            self._medium.close()
+        except Exception as error:  # noqa: BLE001 (a medium may be a user's class)
+            _log.warning("storage was not closed in order: %s", error, exc_info=error)
 
     def _are_hung(self) -> list[bool]:
         """Return for each running call whether it hangs."""
         now_s = self.clock()
         return [now_s > end_s + HUNG_S for end_s in list(self.running.values())]
+
+
+def _one_each(keys: Sequence[bytes], answers: Iterable[T]) -> list[T]:
+    """Return the answers of a medium. Raises `ValueError` unless there is one for each key."""
+    listed = list(answers)
+    if len(listed) != len(keys):
+        raise ValueError(f"the medium gave {len(listed)} answers for {len(keys)} keys")
+    return listed
 
 
 class _Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -171,6 +172,52 @@ def test_whatever_a_medium_raises_is_a_status(guard: GuardedMedium, medium: Plan
     expected = Status.LATE if isinstance(error, TimeoutError) else Status.FAILED
     assert [read(guard) for _ in range(FAILURES_IN_A_ROW)] == [expected] * FAILURES_IN_A_ROW
     assert guard.is_degraded
+
+
+class CarelessMedium(MemoryMedium):
+    """Has as many answers as it is told, as numbers, and does not close."""
+
+    def __init__(self, answers: list[int] | None) -> None:
+        super().__init__(name=str(id(self)))
+        self.answers: Any = answers
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        return self.answers  # type: ignore[no-any-return]
+
+    def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> list[Status]:
+        return self.answers  # type: ignore[no-any-return]
+
+    def write(self, keys: Sequence[bytes], sources: Sequence[Parts], deadline_s: float) -> list[Status]:
+        return self.answers  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        raise RuntimeError("others' code")
+
+
+@pytest.mark.parametrize(
+    ("answers", "as_read", "as_written", "found"),
+    [
+        ([0, 1], [Status.OK, Status.MISSING], [Status.OK, Status.MISSING], [False, True]),
+        ([0], [Status.OK, Status.FAILED], [Status.FAILED] * 2, [False] * 2),
+        ([0, 0, 0], [Status.OK] * 2, [Status.FAILED] * 2, [False] * 2),
+        ([0, 99], [Status.OK, Status.FAILED], [Status.FAILED] * 2, [False, True]),
+        (None, [Status.FAILED] * 2, [Status.FAILED] * 2, [False] * 2),
+    ],
+)
+def test_answers_that_are_no_answers_are_failures(
+    clock: Clock, answers: list[int] | None, as_read: list[Status], as_written: list[Status], found: list[bool]
+) -> None:
+    """Whoever uses the medium counts on one status for each key; a thread of the tier would end without."""
+    guard, keys = GuardedMedium(CarelessMedium(answers), Breaker(clock), clock), [b"a", b"b"]
+    told = list(guard.read(keys, [PARTS] * 2, guard.clock() + 1.0))
+    written = guard.write(keys, [PARTS] * 2, guard.clock() + 1.0)
+    assert (told, written) == (as_read, as_written)
+    assert all(isinstance(status, Status) for status in told + written)
+    assert guard.exists(keys, guard.clock() + 1.0) == found
+
+
+def test_a_medium_that_cannot_be_closed_holds_up_no_other(clock: Clock) -> None:
+    GuardedMedium(CarelessMedium([]), Breaker(clock), clock).close()
 
 
 def test_what_was_told_before_a_medium_raised_stands(clock: Clock) -> None:
