@@ -59,7 +59,8 @@ class RedisMedium:
         for begin in range(0, len(keys), _MAX_NAMED):
             if begin and time.monotonic() > deadline_s:
                 raise TimeoutError("Redis did not answer for all keys in time")
-            found += map(bool, self._send([("EXISTS", self._name(key)) for key in keys[begin : begin + _MAX_NAMED]]))
+            replies = self._send([("EXISTS", self._name(key)) for key in keys[begin : begin + _MAX_NAMED]])
+            found += map(_is_there, replies)
         return found
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
@@ -194,6 +195,13 @@ def _told_as_os_errors() -> Iterator[None]:
         raise TimeoutError(str(error)) from error
     except RedisError as error:
         raise OSError(str(error)) from error
+
+
+def _is_there(reply: object) -> bool:
+    """Return whether the server has a key. Raises `OSError` if it did not say."""
+    if isinstance(reply, Exception):
+        raise OSError(str(reply))
+    return bool(reply)
 
 
 def _fill(parts: Parts, reply: object) -> Status:

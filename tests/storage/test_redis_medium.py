@@ -102,6 +102,18 @@ def test_a_server_that_is_gone_opens_the_breaker(server: RedisServer) -> None:
     server.restart()
 
 
+def test_a_server_that_does_not_say_what_it_has_has_nothing(server: RedisServer) -> None:
+    """It answers with errors, as it does while it loads its data."""
+    from redis import Redis
+
+    with opened(options(server)) as backend, Redis.from_url(server.url) as client:
+        client.execute_command("ACL", "SETUSER", "default", "-exists")
+        for _ in range(5):
+            assert not backend.is_degraded
+            assert backend.exists(KEYS, soon()) == [False] * len(KEYS)
+        assert backend.is_degraded
+
+
 def test_a_server_that_hangs_is_late(server: RedisServer) -> None:
     with opened(options(server, timeout="3s")) as backend:
         assert set(put(backend, KEYS)) == {Status.OK}
