@@ -192,6 +192,7 @@ class FileMedium:
 
     def _publish(self, objects: Sequence[tuple[bytes, str, int]]) -> None:
         """Give new files (key, path, bytes) their names, after evicting others to stay within the bound."""
+        named: list[bytes] = []
         try:
             with self._index.changing() as changes:
                 now_ns = changes.now_ns()
@@ -200,9 +201,10 @@ class FileMedium:
                 self._evict(changes, excess_bytes, self._files.take_over)
                 for key, path, _ in objects:
                     os.rename(path, self._path(key))
+                    named.append(key)
                 changes.add((key, num_bytes, now_ns) for key, _, num_bytes in objects)
         except OSError:
-            for key, _, _ in objects:  # the index does not have them
+            for key in named:  # the index does not have them; any others of these names are those of another process
                 with contextlib.suppress(OSError):
                     os.unlink(self._path(key))
             raise

@@ -7,8 +7,9 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -348,6 +349,31 @@ def test_what_another_process_evicted_is_missing(cache: Path) -> None:
         put(theirs, KEYS[2:6])
         assert ours.exists(KEYS[:6], soon()) == [False] * 2 + [True] * 4
         assert check_got(ours, KEYS[:3]) == [Status.MISSING] * 2 + [Status.OK]
+
+
+def test_a_write_that_gets_no_lock_leaves_what_another_process_wrote(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of one model write the same blocks at the same time, and one of them may be slow to reach the disk."""
+    monkeypatch.setattr("swiftkv.storage.file_index._LOCK_WAIT_S", 0.05)
+    raw = raw_options(cache, 40 * ON_DISK)
+    has_renamed, may_commit = threading.Event(), threading.Event()
+
+    def commit_late(self: Changes, objects: Iterable[tuple[bytes, int, int]]) -> None:
+        has_renamed.set()
+        may_commit.wait(60)
+        add(self, objects)
+
+    with opened(raw) as ours, opened(raw) as theirs, ThreadPoolExecutor(1) as thread:
+        add = Changes.add
+        monkeypatch.setattr(Changes, "add", commit_late)
+        written = thread.submit(put, theirs, KEYS[:1])
+        assert has_renamed.wait(60)
+        assert put(ours, KEYS[:1]) == [Status.LATE]
+        may_commit.set()
+        assert written.result(60) == [Status.OK]
+        assert check_got(theirs, KEYS[:1]) == [Status.OK]
+        check_agreement(cache, theirs)
 
 
 def test_a_look_up_waits_for_no_change(cache: Path) -> None:
