@@ -15,7 +15,7 @@ from swiftkv._core import Scheduler
 from swiftkv.engine.messages import AttachStorage, DetachStorage, EngineConfig, StorageChanged
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_storage
-from swiftkv.errors import ConfigError, SwiftkvError
+from swiftkv.errors import SwiftkvError
 from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
 from swiftkv.wakeup import Wakeup
 
@@ -40,8 +40,8 @@ class AttachableTier(Tier):
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Open the storage that the configuration names.
 
-        Raises `ConfigError` or `OSError` if that cannot be done. An engine that has served before serves without it,
-        and tries again from time to time.
+        Raises `ConfigError`, `OSError` or an error of a user's class if that cannot be done. An engine that has served
+        before serves without it, and tries again from time to time.
         """
         self.wakeup = Wakeup()
         """Wakes the engine when there may be something to do."""
@@ -62,7 +62,7 @@ class AttachableTier(Tier):
         if config.storage is not None:
             try:
                 self._tier = self._tier_of(self._opener(config.storage)())
-            except (ConfigError, OSError) as error:
+            except _FAILURES as error:
                 if not config.has_served:
                     raise
                 self._try_later(error)

@@ -254,6 +254,28 @@ def test_storage_that_cannot_be_used_at_a_restart_is_used_once_it_can(
         assert client.generate([prompt(1)])[0].token_ids == right[1]
 
 
+class MoodyMedium(MemoryMedium):
+    """A medium that cannot be made until a file is there, and says so in its own way."""
+
+    def __init__(self, may_open: str) -> None:
+        super().__init__(may_open)
+        if not Path(may_open).exists():
+            raise RuntimeError("others' code")
+
+
+def test_a_users_class_that_cannot_be_made_at_a_restart_is_used_once_it_can(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachable_tier, "_OPEN_AGAIN_S", 0.05)
+    spec = TierSpec(dynamic_options(MoodyMedium, may_open=str(tmp_path / "may open")), "/")
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+        client.generate([prompt(0)])
+        assert tier(client).is_degraded
+        (tmp_path / "may open").touch()
+        while tier(client).backend != "dynamic":
+            client.take_one()
+
+
 def test_storage_that_is_waited_for_can_be_detached_or_replaced(
     checkpoint: Path, tmp_path: Path, closed: tuple[Path, TierSpec]
 ) -> None:
