@@ -138,14 +138,15 @@ class Engine:
         self._outputs_socket = outputs
         self._scheduler = make_scheduler(config, runner.group_specs)
         self._tier = AttachableTier(config, runner, self._scheduler)
+        groups = [region.group for region in runner.pool.regions]
+        # Before lending: its thread uses sockets of `context`, which is destroyed if an address cannot be had.
+        self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._lending = Lending(config, runner, self._scheduler, context)
         self._turns = open_turns(config, runner.kernels)
-        groups = [region.group for region in runner.pool.regions]
         self._cache_records = CacheRecords(self._scheduler, groups)
         self._pins = Pins(
             self._scheduler, self._cache_records, block_size=config.block_size, max_share=config.max_pinned_share
         )
-        self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._poller = zmq.Poller()
         self._poller.register(requests, zmq.POLLIN)
         self._poller.register(self._lending.wakeup.fd, zmq.POLLIN)
