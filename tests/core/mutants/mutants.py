@@ -1151,12 +1151,19 @@ MUTANTS = [
         "self._is_late = all(status",
         "self._is_late = any(status",
     ),
+    one("a medium may leave answers out", BREAKER, "if len(listed) != len(keys):", "if False:"),
     one("reads that fail do not count", BREAKER, "                call.note(statuses)\n", ""),
     one(
         "what is read is not used",
         FILE_MEDIUM,
         "        self._note_uses(key for key, status in zip(keys, statuses, strict=True) if status is Status.OK)\n",
         "",
+    ),
+    one(
+        "a write that fails removes what another process wrote",
+        FILE_MEDIUM,
+        "for key in named:",
+        "for key, _, _ in objects:",
     ),
     one("what is put again is not used", FILE_MEDIUM, "        self._note_uses(known)\n", ""),
     one(
