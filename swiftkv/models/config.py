@@ -117,6 +117,7 @@ class DecoderConfig:
     activation: GatedActivation = SILU  # used by MLPs and experts
     embedding_scale: float = 1.0
     has_head: bool = True  # an embedding model has none, and ends with its last norm
+    prefix: str = ""  # of the tensors' names in checkpoints that hold other models, too
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: unchanged
 
     def extended(self, kind: type[_Config], **more: Any) -> _Config:

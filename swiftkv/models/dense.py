@@ -17,8 +17,10 @@ A *kind* of attention is that of the layers of one KV group: all of them, or tho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.experts import GELU_TANH, SILU
@@ -26,7 +28,7 @@ from swiftkv.kernels.ops import PackedMlp
 from swiftkv.models import quantization
 from swiftkv.models.config import AttentionKind, DecoderConfig, with_window
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
-from swiftkv.models.hf_config import HFConfig, read_eos_token_ids, read_json, read_rope
+from swiftkv.models.hf_config import TEXT_MODEL, HFConfig, read_eos_token_ids, read_json, read_rope, with_outer_keys
 from swiftkv.models.parts import Attention, GatedMlp
 from swiftkv.models.weights import HeadSlices, RankSlices, Weight
 
@@ -69,7 +71,16 @@ _TRAITS = {
     "Qwen2ForCausalLM": Traits(biases=lambda raw: Biases(qkv=True), window_layers=_later_layers),
     "LlamaForCausalLM": Traits(biases=lambda raw: Biases(raw.attention_bias, raw.attention_bias, raw.mlp_bias)),
     "MistralForCausalLM": Traits(biases=lambda raw: Biases(), window_layers=all_layers),
+    "Mistral3ForConditionalGeneration": Traits(biases=lambda raw: Biases(), window_layers=all_layers),
 }
+
+
+class _TextKeys(HFConfig, kw_only=True):
+    model_type: str = "mistral"
+
+
+class _Mistral3Keys(msgspec.Struct):
+    text_config: _TextKeys
 
 
 class DenseDecoder(LayeredDecoder):
@@ -77,8 +88,16 @@ class DenseDecoder(LayeredDecoder):
 
     @staticmethod
     def read_config(architecture: str, directory: Path) -> DecoderConfig:
-        raw = read_json(directory / "config.json", HFConfig)
-        return decoder_config(architecture, directory, raw, _TRAITS[architecture])
+        file, traits = directory / "config.json", _TRAITS[architecture]
+        if architecture != "Mistral3ForConditionalGeneration":
+            return decoder_config(architecture, directory, read_json(file, HFConfig), traits)
+        text = read_json(file, _Mistral3Keys).text_config  # no images are served
+        if text.model_type != "mistral":  # Ministral 3 scales queries by their position
+            raise ConfigError(
+                f"{file}: text_config.model_type: {text.model_type!r} is not supported, only 'mistral' is"
+            )
+        shape = decoder_config(architecture, directory, with_outer_keys(file, text), traits)
+        return replace(shape, prefix=TEXT_MODEL)
 
     @staticmethod
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
@@ -156,7 +175,11 @@ def decoder_weights(
         for layer in kind.layers:
             weights |= _attention_weights(config, kind, heads, part.rank, f"model.layers.{layer}")
             weights |= mlp_weights(config, part, layer)
-    return weights
+    if not config.prefix:
+        return weights
+    return {
+        name: replace(weight, stored_as=config.prefix + (weight.stored_as or name)) for name, weight in weights.items()
+    }
 
 
 def _attention_weights(

@@ -8,9 +8,9 @@ This file imports no torch, so that `swiftkv plan` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -18,15 +18,8 @@ from swiftkv.errors import ConfigError
 from swiftkv.models.config import DecoderConfig, divided
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
 from swiftkv.models.dense import Traits, attention_part, decoder_config, decoder_weights, mlp_part, mlp_weights
-from swiftkv.models.hf_config import FULL, WINDOW, HFConfig, read_json, read_known_keys, read_rope
+from swiftkv.models.hf_config import FULL, TEXT_MODEL, WINDOW, HFConfig, read_known_keys, read_rope, with_outer_keys
 from swiftkv.models.weights import RankSlices, Weight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmaConfig(DecoderConfig):
-    """The shape of a Gemma."""
-
-    prefix: str  # the tensors' prefix in checkpoints that hold other models, too
 
 
 class _Keys(HFConfig, kw_only=True):
@@ -78,13 +71,6 @@ class _Gemma3Keys(_Keys, kw_only=True):
         return self.with_rope_of(WINDOW, {"rope_type": "default", "rope_theta": self.rope_local_base_freq})
 
 
-class _Outer(msgspec.Struct):
-    """The keys around `text_config` that are about the text model, too."""
-
-    eos_token_id: int | list[int] | None = None
-    quantization_config: Any = None
-
-
 _KEYS: dict[str, type[_Keys]] = {
     "Gemma2ForCausalLM": _Gemma2Keys,
     "Gemma3ForCausalLM": _Gemma3Keys,
@@ -103,10 +89,7 @@ class GemmaDecoder(LayeredDecoder):
         file, is_nested = directory / "config.json", architecture in _NESTED
         raw = read_known_keys(file, _KEYS[architecture], "text_config" if is_nested else None)
         if is_nested:
-            outer = read_json(file, _Outer)
-            raw = msgspec.structs.replace(
-                raw, eos_token_id=outer.eos_token_id, quantization_config=outer.quantization_config
-            )
+            raw = with_outer_keys(file, raw)
         if raw.use_bidirectional_attention:
             raise ConfigError(f"{file}: use_bidirectional_attention: true is not supported, only causal attention is")
         raw = msgspec.structs.replace(raw, hidden_act=raw.hidden_activation or raw.hidden_act)
@@ -119,22 +102,17 @@ class GemmaDecoder(LayeredDecoder):
         [kind] = shape.attention
         kind = replace(kind, scale=raw.query_pre_attn_scalar**-0.5, soft_cap=raw.attn_logit_softcapping or 0.0)
         windowed = replace(kind, rope=read_rope(file, raw.with_window_rope()), window=raw.sliding_window or 0)
-        return shape.extended(
-            GemmaConfig,
+        return replace(
+            shape,
             attention=divided(kind, windowed, raw.window_layers(raw.slides)),
             embedding_scale=shape.hidden_size**0.5,
             logit_soft_cap=raw.final_logit_softcapping or 0.0,
-            prefix="language_model." if is_nested else "",
+            prefix=TEXT_MODEL if is_nested else "",
         )
 
     @staticmethod
     def weights(config: DecoderConfig, part: RankSlices) -> dict[str, Weight]:
-        assert isinstance(config, GemmaConfig)
-        weights = decoder_weights(config, part, _mlp_weights)
-        return {
-            name: replace(weight, stored_as=config.prefix + (weight.stored_as or name))
-            for name, weight in weights.items()
-        }
+        return decoder_weights(config, part, _mlp_weights)
 
     @staticmethod
     def layer(source: LayerSource) -> Layer:

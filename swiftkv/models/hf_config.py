@@ -15,6 +15,9 @@ from swiftkv.models.config import RopeConfig, RopeType
 FULL, WINDOW = "full_attention", "sliding_attention"
 """The kinds of layers, in `layer_types` and in nested `rope_parameters`."""
 
+TEXT_MODEL = "language_model."
+"""The beginning of the names of the text model's tensors in a checkpoint that also sees images."""
+
 _Value = TypeVar("_Value")
 _Keys = TypeVar("_Keys", bound=msgspec.Struct)
 
@@ -94,6 +97,13 @@ class _RopeParameters(msgspec.Struct):
     truncate: bool = True
 
 
+class _Outer(msgspec.Struct):
+    """The keys around `text_config` that are about the text model, too."""
+
+    eos_token_id: int | list[int] | None = None
+    quantization_config: Any = None
+
+
 class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
@@ -119,6 +129,9 @@ _NEEDED_ROPE_KEYS = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+
+
+_HFConfig = TypeVar("_HFConfig", bound=HFConfig)
 
 
 def read_architectures(file: Path) -> list[str]:
@@ -265,6 +278,12 @@ def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) ->
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {error}") from None
+
+
+def with_outer_keys(file: Path, raw: _HFConfig) -> _HFConfig:
+    """Return the keys of a text model, `raw`, with those around its `text_config`. Raises as `read_json` does."""
+    outer = read_json(file, _Outer)
+    return msgspec.structs.replace(raw, eos_token_id=outer.eos_token_id, quantization_config=outer.quantization_config)
 
 
 @contextmanager

@@ -146,8 +146,8 @@ class Packer:
     def head(self, module: str, embedding: Tensor) -> PackedLinear:
         """Pack the last layer. A tied one shares the embedding's memory, unless kernels read another layout."""
         name = f"{module}.weight"
-        weight = self.weights[name]
-        if weight.stored_as is None or weight.part_shape != tuple(embedding.shape):
+        is_tied = self._stored_name(name) == self._stored_name("model.embed_tokens.weight")
+        if not is_tied or self.weights[name].part_shape != tuple(embedding.shape):
             return self.linear(module)
         packed: PackedLinear = self.ops.pack_linear([embedding])
         self._forget([name])
@@ -176,11 +176,14 @@ class Packer:
         missing = self.weights[name].part_shape[0] - len(here)
         return F.pad(here, (0, 0, 0, missing)) if missing else here
 
+    def _stored_name(self, name: str) -> str:
+        return self.weights[name].stored_as or name
+
     def _stored(self, name: str) -> Tensor:
         weight = self.weights[name]
         packed = self._packed(weight)
         if packed is None:
-            stored = self._whole(weight.stored_as or name, weight.shape)[weight.part]
+            stored = self._whole(self._stored_name(name), weight.shape)[weight.part]
         else:
             stored = packed.of(self._whole(packed.name, packed.shape, packed.num_shards))[weight.part]
         PROGRESS.loads(stored.numel() * self.dtype.itemsize)
@@ -201,7 +204,7 @@ class Packer:
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
             packed = self._packed(self.weights[name])
-            self.files.forget(self.weights[name].stored_as or name if packed is None else packed.name)
+            self.files.forget(self._stored_name(name) if packed is None else packed.name)
 
     def vector(self, name: str) -> Tensor:
         """Return a copy of a tensor: a view would keep the file mapped."""

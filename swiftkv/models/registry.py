@@ -24,6 +24,7 @@ DECODERS: dict[str, type[Decoder]] = {
     "Qwen2ForCausalLM": DenseDecoder,
     "LlamaForCausalLM": DenseDecoder,
     "MistralForCausalLM": DenseDecoder,
+    "Mistral3ForConditionalGeneration": DenseDecoder,
     "Qwen3MoeForCausalLM": MoeDecoder,
     "MixtralForCausalLM": MoeDecoder,
     "Gemma2ForCausalLM": GemmaDecoder,

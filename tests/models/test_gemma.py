@@ -12,7 +12,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Tex
 
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.ops import AnyOps
-from swiftkv.models.gemma import GemmaConfig
+from swiftkv.models.config import DecoderConfig
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
 from tests.support.paged import PagedRunner
@@ -70,11 +70,9 @@ GEMMA3: dict[str, Any] = {  # likewise: what is not said is the default of the f
 }
 
 
-def read(directory: Path, values: dict[str, Any]) -> GemmaConfig:
+def read(directory: Path, values: dict[str, Any]) -> DecoderConfig:
     (directory / "config.json").write_text(json.dumps(values))
-    config = read_config(directory)
-    assert isinstance(config, GemmaConfig)
-    return config
+    return read_config(directory)
 
 
 def test_gemma_2_as_published(tmp_path: Path) -> None:
@@ -97,7 +95,7 @@ def test_gemma_3_as_published(tmp_path: Path) -> None:
     assert "language_model.model.layers.7.pre_feedforward_layernorm.weight" in weights
 
 
-def _weights(config: GemmaConfig) -> Any:
+def _weights(config: DecoderConfig) -> Any:
     from swiftkv.models.gemma import GemmaDecoder
     from swiftkv.models.weights import RankSlices
 

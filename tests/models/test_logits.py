@@ -16,14 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PreTrainedModel
 
+from swiftkv.errors import ConfigError
 from swiftkv.kernels.dispatch import cpu_ops
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
-from tests.support.checkpoints import load_oracle, make_checkpoint, to_old_style
+from tests.support.checkpoints import SHAPE, load_oracle, make_checkpoint, rewrite_config, to_old_style
 from tests.support.paged import PagedRunner
 
 ORIGINAL = 32  # positions before scaling: the longest prompt is three times that
@@ -40,6 +41,7 @@ def yarn(**values: Any) -> dict[str, Any]:
     return rope("yarn", original_max_position_embeddings=ORIGINAL, **values)
 
 
+MINISTRAL = {"model_type": "ministral3"}
 LLAMA3 = rope("llama3", original_max_position_embeddings=ORIGINAL, low_freq_factor=1.0, high_freq_factor=4.0)
 
 CASES: dict[str, dict[str, Any]] = {
@@ -257,3 +259,25 @@ def test_layers_may_share_one_layer_block(ops: AnyOps, checkpoint: Any) -> None:
     decoder, prompts = load(directory, ops), make_prompts()
     runner = PagedRunner(decoder, shared_layers=True)
     assert_same(runner.run(prompts, (1000,)), oracle_logits(model, prompts))
+
+
+def test_the_text_model_of_mistral_3(ops: AnyOps, tmp_path: Path) -> None:
+    """Mistral Small 3.1 and 3.2 see images, too; their head is not tied, and lies beside the text model."""
+    text = {key: value for key, value in SHAPE.items() if "token_id" not in key} | {"model_type": "mistral"}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Mistral3ForConditionalGeneration(
+            Mistral3Config(
+                text_config=text, vision_config=vision | {"model_type": "pixtral"}, tie_word_embeddings=False
+            )
+        ).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(11, 320, (60,), generator=torch.Generator().manual_seed(1))  # 10 stands for an image
+    with torch.inference_mode():
+        expected = model(prompt[None]).logits[0]
+    logits = PagedRunner(load(tmp_path, ops)).run({"prompt": prompt.tolist()}, (7, 1, 40))["prompt"]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    rewrite_config(tmp_path, text_config=json.loads((tmp_path / "config.json").read_text())["text_config"] | MINISTRAL)
+    with pytest.raises(ConfigError, match=r"text_config\.model_type: 'ministral3'"):
+        read_config(tmp_path)
