@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ _LATE_PROBE = [
     {"role": "system", "content": _LATE_SYSTEM},
 ]
 _SHOWN = "swiftkv shown"
+_SHORT_ID_CHARS = 9
 _PARTS_PROBES = [
     [{"role": "user", "content": _SHOWN}],
     [{"role": "system", "content": _SHOWN}, {"role": "user", "content": "a"}],
@@ -141,6 +143,8 @@ class Tokenizer:
         if not self._shows_late_system:
             messages = one_system(messages)
         messages, tools, given = self._for_template(messages, tools, given)
+        if self._wants_short_ids:
+            messages = [_with_short_ids(message) for message in messages]
         if self._takes_parts:
             messages = _in_parts(messages)
         return self.encode_rendered(self._render(messages, given, tools), max_chars=max_chars)
@@ -232,6 +236,11 @@ class Tokenizer:
     def _takes_parts(self) -> bool:
         """Whether the chat template takes texts only as parts of a content, as the first one of Gemma 3 does."""
         return any(not self._shows(probe) and self._shows(_in_parts(probe)) for probe in _PARTS_PROBES)
+
+    @cached_property
+    def _wants_short_ids(self) -> bool:
+        """Whether the chat template refuses ids of calls that are not as long as those of Mistral's models."""
+        return not self._shows(_calling("call_of_another_model")) and self._shows(_calling("a" * _SHORT_ID_CHARS))
 
     def _shows(self, probe: Sequence[Mapping[str, Any]]) -> bool:
         try:
@@ -385,6 +394,32 @@ def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None
 def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages whose content is a list of one part."""
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
+
+def _calling(call_id: str) -> list[Mapping[str, Any]]:
+    """Return a conversation with a call of this id."""
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
+    return [
+        {"role": "user", "content": _SHOWN},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "a", "tool_call_id": call_id},
+    ]
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose ids of calls have the length that Mistral's templates ask for."""
+    shown = dict(message)
+    if "tool_calls" in message:
+        shown["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+    if "tool_call_id" in message:
+        shown["tool_call_id"] = _short_id(message["tool_call_id"])
+    return shown
+
+
+def _short_id(call_id: str) -> str:
+    if len(call_id) == _SHORT_ID_CHARS:
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_CHARS]  # the last ones alone may be those of others
 
 
 def _is_byte_level(backend: Backend) -> bool:

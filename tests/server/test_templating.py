@@ -201,3 +201,23 @@ def test_a_template_may_take_texts_only_as_parts(tmp_path: Path) -> None:
     assert prompt(tokenizer, continue_final_message=True) == "Count.One, two, "
     with pytest.raises(ApiError, match="no content to go on with"):
         prompt(tokenizer, messages=[*messages, {"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+def test_calls_of_other_models_have_ids_that_a_template_takes(tmp_path: Path) -> None:
+    """Those of Mistral refuse any that has not nine characters, and clients change models within a conversation."""
+    train_tokenizer(
+        tmp_path,
+        template="{% for m in messages %}{{ m.content }}{% for id in [(m.tool_calls or [{}])[0].id, m.tool_call_id] %}"
+        "{% if id is defined %}{% if id | length != 9 %}{{ raise_exception('nine') }}{% endif %}[{{ id }}]{% endif %}"
+        "{% endfor %}{% endfor %}",
+    )
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+
+    def shown(call_id: str) -> list[str]:
+        result = {"role": "tool", "content": "3", "tool_call_id": call_id}
+        calling = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": call_id}]}
+        return prompt(tokenizer, messages=[MESSAGES[0], calling, result]).split("[")[1:]
+
+    assert shown("abcdefghi") == ["abcdefghi]3", "abcdefghi]"]
+    (called, told), (other, _) = shown("call_1_weather"), shown("call_2_weather")
+    assert called == f"{told}3" != other
