@@ -283,7 +283,8 @@ def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) ->
 def with_outer_keys(file: Path, raw: _HFConfig) -> _HFConfig:
     """Return the keys of a text model, `raw`, with those around its `text_config`. Raises as `read_json` does."""
     outer = read_json(file, _Outer)
-    return msgspec.structs.replace(raw, eos_token_id=outer.eos_token_id, quantization_config=outer.quantization_config)
+    eos_token_id = raw.eos_token_id if outer.eos_token_id is None else outer.eos_token_id
+    return msgspec.structs.replace(raw, eos_token_id=eos_token_id, quantization_config=outer.quantization_config)
 
 
 @contextmanager

@@ -93,6 +93,9 @@ def test_gemma_3_as_published(tmp_path: Path) -> None:
     assert (config.max_context_len, config.qk_norm, config.eos_token_ids) == (131072, True, (1, 106))
     weights = {weight.stored_as for weight in _weights(config)}
     assert "language_model.model.layers.7.pre_feedforward_layernorm.weight" in weights
+    inside = {key: value for key, value in GEMMA3.items() if key != "eos_token_id"}  # transformers 5 writes it there
+    config = read(tmp_path, inside | {"text_config": {**GEMMA3["text_config"], "eos_token_id": 1}})
+    assert config.eos_token_ids == (1,)
 
 
 def _weights(config: DecoderConfig) -> Any:
