@@ -170,7 +170,8 @@ class Choice:
         self.num_tokens += len(tokens)
         delta.token_ids, delta.logprobs = tokens, output.logprobs
         delta.text = self._text(tokens if stop_token is None else tokens[:-1], delta)
-        delta.text += self._stop_text(stop_token, delta)
+        if delta.finish_reason:
+            delta.text += self._detokenizer.flush() + self._stop_text(stop_token, delta)
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
@@ -187,7 +188,14 @@ class Choice:
                 delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
                 return
         if delta.finish_reason:
-            self._tell(None, self._matcher.flush() + self._stop_text(stop_token, delta), delta)
+            watch = self.num_tokens > self._rules.min_tokens
+            text = self._matcher.push(self._detokenizer.flush(), watch=watch)
+            stop_text = self._stop_text(stop_token, delta)
+            if self._matcher.matched is None:
+                text += self._matcher.flush() + stop_text
+            else:
+                delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
+            self._tell(None, text, delta)
 
     def _text(self, tokens: Sequence[int], delta: Delta) -> str:
         return self._detokenizer.push(tokens, delta.text_offsets if delta.logprobs else None)

@@ -44,6 +44,14 @@ class Detokenizer:
         """
         return "".join([self._push(token_id, offsets) for token_id in token_ids])
 
+    def flush(self) -> str:
+        """Return the whole characters before the one inside which the last token ends; call it when no more come."""
+        certain_chars = max(self._emitted_chars, len(self._text.rstrip(REPLACEMENT)))
+        rest = self._text[self._emitted_chars : certain_chars]
+        self._emitted_chars = certain_chars
+        self.num_chars += len(rest)
+        return rest
+
     def _push(self, token_id: int, offsets: list[int] | None) -> str:
         before = self._text
         self._window.append(token_id)

@@ -64,6 +64,27 @@ def test_every_token_with_a_logprob_has_a_place_in_the_text(
     assert delta.text_offsets == [len(tokenizer.decode(ids[:end]).rstrip(REPLACEMENT)) for end in range(len(ids))]
 
 
+@pytest.mark.parametrize(
+    ("stops", "shown", "reason"),
+    [([], "a{}", ("length", None)), (["never"], "a{}", ("length", None)), (["{}"], "a", ("stop", "{}"))],
+)
+def test_an_answer_that_ends_inside_a_character_has_those_before_it(
+    tokenizer: Tokenizer, stops: list[str], shown: str, reason: tuple[str, str | None]
+) -> None:
+    """The last token has whole characters and the beginning of another."""
+    texts = {token: tokenizer.decode([token]) for token in range(tokenizer.backend.get_vocab_size())}
+    token, whole = next(
+        (token, text.rstrip(REPLACEMENT)) for token, text in texts.items() if text.strip(REPLACEMENT) not in ("", text)
+    )
+    ids = [*tokenizer.encode("a", add_special_tokens=False), token]
+    rules = StopRules(StopStrings([stop.format(whole) for stop in stops]))
+    logprobs = [TokenLogprobs(-0.1, 1, [], []) for _ in ids]
+    delta = Choice(0, [300], tokenizer, rules).push(SequenceOutput(0, ids, logprobs, finish_reason="length"))
+    assert delta.text == shown.format(whole)
+    assert (delta.finish_reason, delta.stop_reason) == (reason[0], reason[1] and reason[1].format(whole))
+    assert delta.text_offsets == [0, 1]
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_nothing_follows_a_stop_string_that_a_thread_finds(tokenizer: Tokenizer, has_ended: bool) -> None:
     """The engine goes on until it hears of the stop string, which the thread needs its time to find."""

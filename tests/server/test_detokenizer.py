@@ -83,6 +83,18 @@ def test_bytes_that_are_no_text_come_out_as_replacement_characters(
         assert len(text) >= len(backend.decode(ids).rstrip(REPLACEMENT)) // 4
 
 
+@settings(max_examples=60, deadline=None)
+@given(ids=st.lists(st.integers(3, 1000), max_size=40))
+def test_the_end_brings_all_but_the_character_that_is_not_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
+    detokenizer = Detokenizer(tokenizer.backend, [], skip_special_tokens=False)
+    text = detokenizer.push(ids) + detokenizer.flush()
+    expected = tokenizer.backend.decode(ids, skip_special_tokens=False)
+    assert text.rstrip(REPLACEMENT) == expected.rstrip(REPLACEMENT)
+    assert expected.startswith(text)
+    assert detokenizer.num_chars == len(text)
+    assert detokenizer.flush() == ""
+
+
 def test_a_character_comes_whole(backend: Backend) -> None:
     ids = backend.encode("👋").ids[-4:]
     detokenizer = Detokenizer(backend, [])
