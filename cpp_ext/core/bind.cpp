@@ -79,7 +79,7 @@ std::vector<int64_t>& runs_of(StepPlan& plan, int64_t group, const std::string& 
     if (kind == "spill") return copies.spills.rows;
     if (kind == "load") return at(copies.loads, buffer, "buffer").rows;
     if (kind == "store") return at(copies.stores, buffer, "buffer").rows;
-    throw std::invalid_argument("a kind of copy is spill, load or store, not " + kind);
+    throw std::invalid_argument("a kind of copy must be spill, load or store, not " + kind);
 }
 
 bool has_copies(const StepPlan& plan) {

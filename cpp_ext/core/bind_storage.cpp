@@ -21,7 +21,7 @@ WritePolicy write_policy_named(const std::string& name) {
     if (name == "write_back") return WritePolicy::kWriteBack;
     if (name == "never") return WritePolicy::kNever;
     throw std::invalid_argument(
-        "write_policy: it is write_through, write_through_selective, write_back or never, not " + name);
+        "write_policy must be write_through, write_through_selective, write_back or never, not " + name);
 }
 
 nb::bytes bytes_of(const std::vector<BlockKey>& keys) {
@@ -50,7 +50,7 @@ nb::tuple look_up(Scheduler& self, RequestId request_id) {
 
 std::optional<double> evicted_age_s(const Scheduler& self, const nb::bytes& key) {
     BlockKey named;
-    if (key.size() != sizeof named) throw std::invalid_argument("key: it has 32 bytes");
+    if (key.size() != sizeof named) throw std::invalid_argument("key must have 32 bytes");
     std::memcpy(named.data(), key.c_str(), sizeof named);
     return without_gil([&] { return self.evicted_age_s(named); });
 }
@@ -71,7 +71,7 @@ nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks, int 
 }
 
 std::vector<LoadedBlock> loaded_blocks(Input<int32_t> groups, Input<int32_t> blocks) {
-    if (groups.size() != blocks.size()) throw std::invalid_argument("blocks: each of them has a group");
+    if (groups.size() != blocks.size()) throw std::invalid_argument("blocks: each of them needs a group");
     std::vector<LoadedBlock> loaded;
     for (size_t i = 0; i < blocks.size(); ++i) loaded.push_back({groups.data()[i], blocks.data()[i]});
     return loaded;
@@ -80,7 +80,7 @@ std::vector<LoadedBlock> loaded_blocks(Input<int32_t> groups, Input<int32_t> blo
 }  // namespace
 
 std::vector<BlockKey> block_keys_of(nb::bytes keys) {
-    if (keys.size() % sizeof(BlockKey)) throw std::invalid_argument("keys: each has 32 bytes");
+    if (keys.size() % sizeof(BlockKey)) throw std::invalid_argument("keys: each must have 32 bytes");
     std::vector<BlockKey> block_keys(keys.size() / sizeof(BlockKey));
     if (!block_keys.empty()) std::memcpy(block_keys.data(), keys.c_str(), keys.size());
     return block_keys;

@@ -106,7 +106,7 @@ BlockId BlockPool::take(Place where) {
 }
 
 BlockId BlockPool::take(BlockId free) {
-    ensure(state(free) == BlockState::kFree, "what is taken is free");
+    ensure(state(free) == BlockState::kFree, "a block that is taken is free");
     move_to(free, BlockState::kUsed);
     records_[free].refs = 1;
     return free;
@@ -121,7 +121,7 @@ void BlockPool::add_ref(BlockId block) {
 
 void BlockPool::drop_ref(BlockId block) {
     Record& held = record(block);
-    ensure(held.refs > 0, "who leaves a block was its holder");
+    ensure(held.refs > 0, "a reference that is dropped was held");
     if (--held.refs == 0) rest(block);
 }
 
@@ -291,7 +291,7 @@ BlockId BlockPool::start_loading() {
 }
 
 void BlockPool::stop_loading(BlockId block) {
-    ensure(state(block) == BlockState::kLoading, "what has been loaded was loading");
+    ensure(state(block) == BlockState::kLoading, "a block that stops loading was loading");
     rest(block);
 }
 
@@ -311,7 +311,7 @@ void BlockPool::start_staging(BlockId free) {
 }
 
 void BlockPool::stop_staging(BlockId block) {
-    ensure(state(block) == BlockState::kStaging, "what leaves the layer-stream cache is of it");
+    ensure(state(block) == BlockState::kStaging, "a block that stops staging was staging");
     move_to(block, BlockState::kFree);
     ++num_room_changes_;
 }

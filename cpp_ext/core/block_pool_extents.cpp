@@ -143,7 +143,7 @@ std::vector<int> BlockPool::lendable(int lend_link, int max_extents, bool or_cac
 void BlockPool::lend(int lend_link, int extent) noexcept {
     const BlockId first = first_block(lend_link, extent);
     for (BlockId b = first; b < first + blocks_per_extent(lend_link); ++b) {
-        ensure(state(b) == BlockState::kFree, "what is lent is free");
+        ensure(state(b) == BlockState::kFree, "a block that is lent was free");
         move_to(b, BlockState::kLent);
     }
     lend_links_[lend_link].is_lent[extent] = true;
@@ -152,7 +152,7 @@ void BlockPool::lend(int lend_link, int extent) noexcept {
 void BlockPool::take_back(int lend_link, int extent) noexcept {
     const BlockId first = first_block(lend_link, extent);
     for (BlockId b = first; b < first + blocks_per_extent(lend_link); ++b) {
-        ensure(state(b) == BlockState::kLent, "what comes home was lent");
+        ensure(state(b) == BlockState::kLent, "a block that is taken back was lent");
         move_to(b, BlockState::kFree);
     }
     lend_links_[lend_link].is_lent[extent] = false;
@@ -220,7 +220,8 @@ void BlockPool::check_held(int borrow_link, std::span<const ExtentId> extents) c
 
 void BlockPool::borrow(int borrow_link, int extent) noexcept {
     BorrowLink& link = borrow_links_[borrow_link];
-    ensure(link.tenure[extent] == Tenure::kNone && link.num_present[extent] == 0, "what is borrowed was not held");
+    ensure(link.tenure[extent] == Tenure::kNone && link.num_present[extent] == 0,
+           "an extent that is borrowed was not held");
     link.tenure[extent] = Tenure::kHeld;
     link.num_present[extent] = link.link.blocks_per_extent;
     num_held_blocks_ += link.link.blocks_per_extent;
@@ -231,7 +232,7 @@ void BlockPool::borrow(int borrow_link, int extent) noexcept {
 
 void BlockPool::recall(int borrow_link, int extent) noexcept {
     BorrowLink& link = borrow_links_[borrow_link];
-    ensure(link.tenure[extent] == Tenure::kHeld, "what is recalled is held");
+    ensure(link.tenure[extent] == Tenure::kHeld, "an extent that is recalled is held");
     link.tenure[extent] = Tenure::kRecalled;
     num_held_blocks_ -= link.link.blocks_per_extent;
     ++num_moves_;
@@ -254,7 +255,7 @@ void BlockPool::lose(int borrow_link) noexcept {
         if (tenure != Tenure::kNone) tenure = Tenure::kLost;
         const BlockId first = link.first + extent * link.link.blocks_per_extent;
         for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) {
-            ensure(node(b) == kNone, "the prefix index forgets what is lost");
+            ensure(node(b) == kNone, "a lost block is not in the prefix index");
             if (state(b) == BlockState::kFree) give_up(b);
         }
     }
@@ -267,7 +268,7 @@ void BlockPool::give_up(BlockId borrowed) {
     move_to(borrowed, BlockState::kAbsent);
     const bool is_lost = link.tenure[extent] == Tenure::kLost;
     if (!is_lost) --num_draining_;
-    ensure(num_draining_ >= 0 && link.num_present[extent] > 0, "a block that leaves was there");
+    ensure(num_draining_ >= 0 && link.num_present[extent] > 0, "a block that becomes absent was present");
     if (--link.num_present[extent] > 0) return;
     link.tenure[extent] = Tenure::kNone;
     if (!is_lost) link.returned.push_back(extent);

@@ -57,8 +57,7 @@ void Boundaries::forget(NodeId node) {
     if (found == distances_.end()) return;
     for (const auto& [number, distance] : found->second) {
         std::vector<NodeId>& nodes = boundaries_.at(number).nodes;
-        ensure(distance + 1 == static_cast<int>(nodes.size()),
-               "only the block below its tails is no loss to a boundary");
+        ensure(distance + 1 == static_cast<int>(nodes.size()), "a boundary can lose only the block below its tails");
         nodes.pop_back();
         if (!nodes.empty()) continue;
         ends_.erase(node);

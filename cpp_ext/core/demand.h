@@ -52,7 +52,7 @@ void Demand::check(const Requests& waiting) const {
     std::vector<int> wanted(cache_.num_groups());
     for (const Request* r : waiting)
         for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
-    check_that(wanted == waiting_blocks_, "what waiting requests want is counted");
+    check_that(wanted == waiting_blocks_, "the blocks that waiting requests want are counted");
 }
 
 }  // namespace swiftkv

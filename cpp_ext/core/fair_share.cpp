@@ -8,7 +8,7 @@ namespace swiftkv {
 
 void FairShare::know(int flow, double weight) {
     ensure(flow >= 0 && flow < kMaxFlows && weight >= kMinWeight && weight <= kMaxWeight,
-           "a flow's request was checked");
+           "a flow's number and weight were checked");
     if (flow >= static_cast<int>(flows_.size())) flows_.resize(flow + 1);
     flows_[flow].token_cost = static_cast<int64_t>(std::floor(kUnit / weight + 0.5));
 }

@@ -25,7 +25,7 @@ class FreeSet {
     bool contains(int i) const { return i >= 0 && i < size_ && (levels_[0][i / kBits] >> (i % kBits) & 1); }
 
     void insert(int i) {
-        ensure(i >= 0 && i < size_ && !contains(i), "what enters a set is new there");
+        ensure(i >= 0 && i < size_ && !contains(i), "a number that is added is not in the set");
         ++count_;
         for (auto& level : levels_) {
             uint64_t& word = level[i / kBits];
@@ -37,7 +37,7 @@ class FreeSet {
     }
 
     void erase(int i) {
-        ensure(contains(i), "what leaves a set is there");
+        ensure(contains(i), "a number that is removed is in the set");
         --count_;
         for (auto& level : levels_) {
             uint64_t& word = level[i / kBits];

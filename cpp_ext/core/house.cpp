@@ -10,19 +10,19 @@ House::House(int num_extents) : owners_(num_extents, kNone), free_(num_extents) 
 
 ExtentId House::take(int group) {
     const ExtentId extent = free_.lowest();
-    ensure(extent >= 0, "there is an extent to take");
+    ensure(extent >= 0, "an extent without an owner is left to take");
     take(group, extent);
     return extent;
 }
 
 void House::take(int group, ExtentId extent) {
-    ensure(owners_[extent] == kNone, "an extent that is taken was nobody's");
+    ensure(owners_[extent] == kNone, "an extent that is taken had no owner");
     free_.erase(extent);
     owners_[extent] = group;
 }
 
 void House::give_back(int group, ExtentId extent) {
-    ensure(owners_[extent] == group, "who gives an extent back had it");
+    ensure(owners_[extent] == group, "the group that gives an extent back owns it");
     owners_[extent] = kNone;
     free_.insert(extent);
 }

@@ -23,8 +23,8 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
         const Record& record = records_[b];
         const bool is_local = place(b) == Place::kLocal;
         ++counted[static_cast<int>(place(b))][static_cast<int>(record.state)];
-        check_that(record.refs == refs[b], "references are what the requests hold");
-        check_that((record.refs > 0) == (record.state == BlockState::kUsed), "a used block has holders, and no other");
+        check_that(record.refs == refs[b], "a block has as many references as requests hold");
+        check_that((record.refs > 0) == (record.state == BlockState::kUsed), "only a used block has references");
         check_that(
             free_[static_cast<int>(place(b))].contains(b - first_of(place(b))) == (record.state == BlockState::kFree),
             "free blocks are listed as free");
@@ -38,7 +38,7 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
                 check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
                 break;
             case BlockState::kLoading:
-                check_that(is_local, "what is loading comes to the local pool");
+                check_that(is_local, "a loading block is in the local pool");
                 break;
             case BlockState::kUsed:
             case BlockState::kInFlight:
@@ -51,7 +51,7 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
         check_that(is_local || (record.state != BlockState::kLent && record.state != BlockState::kStaging),
                    "borrowed blocks are not lent on, nor staged in");
         check_that(is_local || !is_leaving(b) || record.state != BlockState::kFree,
-                   "nothing is free in an extent that leaves");
+                   "no block is free in a recalled extent");
     }
     check_that(counted == counts_, "blocks are counted by state");
 }
@@ -72,11 +72,11 @@ void BlockPool::check_cached_lists() const {
                 check_that(records_[records_[b].newer].older == b, "the list of cached blocks is linked both ways");
                 check_that(++listed <= num_ids(), "the list of cached blocks ends");
                 if (!records_[b].is_seen) continue;
-                check_that(++num_seen == listed - before, "what was seen of a list comes first");
+                check_that(++num_seen == listed - before, "the seen blocks of a list come first");
                 last_seen = b;
             }
             check_that(list.size == listed - before && list.num_seen == num_seen && list.last_seen == last_seen,
-                       "a list knows its size, and what was seen of it");
+                       "a list knows its size, and its seen blocks");
         }
         check_that(listed == num_cached(where), "every cached block is in the list");
     }
@@ -91,7 +91,8 @@ void BlockPool::check_lend_link(const LendLink& lend) const {
             cached += s == BlockState::kCached;
             lent += s == BlockState::kLent;
         }
-        check_that(pinned == lend.num_pinned[extent] && cached == lend.num_cached[extent], "extents are counted");
+        check_that(pinned == lend.num_pinned[extent] && cached == lend.num_cached[extent],
+                   "the blocks of an extent are counted");
         check_that(lend.clean.contains(extent) == (pinned + cached == 0), "clean extents are listed");
         check_that(!lend.is_lent[extent] || lent == lend.link.blocks_per_extent, "an extent is lent whole");
     }
@@ -128,12 +129,13 @@ void BlockPool::check_house() const {
         const int pinned = house_extent_blocks() - free - cached - absent;
         const HouseExtent& counted = house_extents_[extent];
         check_that(pinned == counted.num_pinned && cached == counted.num_cached, "the extents of a house are counted");
-        check_that(absent == (counted.is_held ? 0 : house_extent_blocks()), "an extent is one group's, whole");
-        check_that(free < house_extent_blocks() || counted.num_kept > 0, "an extent that holds nothing is nobody's");
+        check_that(absent == (counted.is_held ? 0 : house_extent_blocks()),
+                   "a group has all blocks of an extent or none");
+        check_that(free < house_extent_blocks() || counted.num_kept > 0, "an extent that holds nothing has no owner");
         check_that(counted.is_held == (tenancy_.house->owner(extent) == tenancy_.group), "the house knows the owner");
         const auto is_here = [&](const KeptExtent& kept) { return kept.extent == extent; };
         check_that(counted.num_kept == std::count_if(kept_extents_.begin(), kept_extents_.end(), is_here),
-                   "what keeps an extent is listed");
+                   "the reasons that keep an extent are listed");
         open += counted.is_held && pinned == 0 && counted.num_kept == 0;
     }
     check_that(open == num_open_, "open extents are counted");
@@ -144,9 +146,9 @@ void BlockPool::check_house() const {
 void BlockPool::check_busy() const {
     int num_busy = 0;
     for (BlockId b = 0; b < num_ids(); ++b) num_busy += records_[b].busy_until > 0;
-    check_that(num_busy == static_cast<int>(busy_.size()), "what is busy is listed once");
+    check_that(num_busy == static_cast<int>(busy_.size()), "a busy block is listed once");
     for (BlockId b : busy_) {
-        check_that(records_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "what is busy is there");
+        check_that(records_[b].busy_until > num_settled_ && state(b) != BlockState::kAbsent, "a busy block is present");
         check_that(num_settled_ < num_begun_, "steps in progress keep blocks busy");
     }
 }
@@ -175,7 +177,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
                    "the pool equation");
         check_that(s.staging == static_cast<int>(group.staging.size()), "staging blocks are listed");
         for (BlockId block : group.staging)
-            check_that(group.pool.state(block) == BlockState::kStaging, "what is listed as staging is");
+            check_that(group.pool.state(block) == BlockState::kStaging, "a block that is listed as staging is staging");
     }
     for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
 
@@ -196,14 +198,15 @@ void KvCache::check(std::span<const BlockTable* const> tables,
     for (int g = 0; g < num_groups(); ++g) {
         int with_node = 0;
         for (BlockId b = 0; b < groups_[g].pool.num_ids(); ++b) with_node += groups_[g].pool.node(b) != kNone;
-        check_that(with_node == indexed[g], "a block that knows a node is in it");
+        check_that(with_node == indexed[g], "a block that knows a node is in the index");
     }
 }
 
 // Checks that every boundary that is kept can be used.
 void KvCache::check_boundaries() const {
     boundaries_.check();
-    boundaries_.for_each_on_path([&](NodeId node) { check_that(!index_.is_empty(node), "a path has its nodes"); });
+    boundaries_.for_each_on_path(
+        [&](NodeId node) { check_that(!index_.is_empty(node), "a node on a path holds a block"); });
     boundaries_.for_each([&](std::span<const NodeId> nodes) {
         for (int i = 0; i < static_cast<int>(nodes.size()); ++i)
             for (int g = 0; g < num_groups(); ++g)
@@ -217,7 +220,8 @@ void KvCache::check_table(const BlockTable& table, const std::vector<BlockKey>& 
         const int size = static_cast<int>(held.entries.size());
         check_that(held.first <= size && table.num_committed <= size, "a table holds what it has committed");
         for (int i = 0; i < size; ++i) {
-            check_that((held.entries[i] == kNoBlock) == (i < held.first), "only the window's past has no block");
+            check_that((held.entries[i] == kNoBlock) == (i < held.first),
+                       "only entries before the window have no block");
             if (i < held.first || i >= table.num_committed) continue;
             const NodeId node = groups_[g].pool.node(block_of(g, held.entries[i]));
             check_that(node == kNone || node == index_.find(keys[i]), "a committed block has the node of its key");

@@ -220,7 +220,7 @@ void KvCache::empty(int g, ExtentId extent) {
     const BlockId first = extent * pool.house_extent_blocks();
     for (BlockId b = first; b < first + pool.house_extent_blocks(); ++b)
         if (pool.state(b) == BlockState::kCached) evict(g, b);
-    ensure(house_->owner(extent) == kNone, "an extent that is emptied is nobody's");
+    ensure(house_->owner(extent) == kNone, "an extent that is emptied has no owner");
 }
 
 // ---- lending ----

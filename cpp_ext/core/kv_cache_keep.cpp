@@ -10,7 +10,7 @@ namespace swiftkv {
 // is computed again.
 void KvCache::evict(int g, BlockId block) noexcept {
     const NodeId node = groups_[g].pool.node(block);
-    ensure(node != kNone, "what is evicted is in the prefix index");
+    ensure(node != kNone, "a block that is evicted is in the prefix index");
     const bool whole_node = groups_[g].spec.window == 0;
     if (whole_node || !has_full_attention_) evictions_.note(index_.key(node));
     for (int h = 0; h < num_groups(); ++h) {

@@ -154,7 +154,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, int num_across
     std::unordered_map<int32_t, int32_t> moved;  // by entry
     for (int i = 0; i < static_cast<int>(used.size()); ++i) {
         const BlockId to = i < num_across ? move_across(g, used[i]) : move_in(g, used[i]);
-        ensure(to != kNone, "there is as much room for what drains as was counted");
+        ensure(to != kNone, "there is as much room for draining blocks as was counted");
         moved.emplace(staged(used[i]), entry_of(g, to));
     }
     for (BlockTable* table : tables) {

@@ -69,7 +69,7 @@ bool KvCache::stage_block(int g) {
     // Its layer blocks will serve all layers, so it must not be used before its own last layer is spilled.
     if (group.spills.size() > num_spills) ++group.num_fresh;
     const BlockId block = group.pool.start_staging();
-    ensure(block != kNone, "there is room where room was made");
+    ensure(block != kNone, "a block is free after room was made for it");
     group.staging.push_back(block);
     return true;
 }

@@ -42,7 +42,7 @@ void Paths::check() const {
         const NodePlace& place = places_[node];
         check_that(place.before == kNone || has(place.before), "a path has no gap");
         check_that(place.next == kNone || (follows(place.next, place.before) && places_[place.next].previous == node),
-                   "those behind one node know each other");
+                   "the nodes right behind one node are linked both ways");
         check_that(place.first_behind == kNone || follows(place.first_behind, node),
                    "a node knows what lies behind it");
     });

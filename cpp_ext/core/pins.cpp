@@ -86,10 +86,10 @@ void Pins::check(std::vector<const BlockTable*>& tables, std::vector<const std::
     for (const Pin& pin : pins_) {
         tables.push_back(&pin.table);
         keys.push_back(&pin.keys);
-        check_that(cache_.is_indexed(pin.table), "the prefix index knows what is pinned");
-        check_that(cache_.borrowed_blocks(pin.table).empty(), "what is pinned lies in the local pool");
+        check_that(cache_.is_indexed(pin.table), "a pinned block is in the prefix index");
+        check_that(cache_.borrowed_blocks(pin.table).empty(), "a pinned block is in the local pool");
         for (const BlockTable::Group& held : pin.table.groups)
-            check_that(held.entries.size() == pin.keys.size(), "a pin holds what it keeps");
+            check_that(held.entries.size() == pin.keys.size(), "a pin holds one block for each key");
     }
     for (int g = 0; g < cache_.num_groups(); ++g) {
         std::set<int32_t> held;
@@ -97,7 +97,7 @@ void Pins::check(std::vector<const BlockTable*>& tables, std::vector<const std::
             const BlockTable::Group& table = pin.table.groups[g];
             held.insert(table.entries.begin() + table.first, table.entries.end());
         }
-        check_that(std::ssize(held) == num_blocks(g), "what pins hold is counted");
+        check_that(std::ssize(held) == num_blocks(g), "the blocks that pins hold are counted");
     }
 }
 

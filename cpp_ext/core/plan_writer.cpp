@@ -40,7 +40,7 @@ void PlanWriter::write_row(StepPlan& plan, const StepRow& row) const {
     const Request& r = *row.request;
     const int end = r.num_planned(), begin = end - row.num_tokens;
     const int draft_begin = end - static_cast<int>(row.draft.size()), known_end = std::min(draft_begin, r.num_known());
-    ensure(begin >= 0 && begin <= known_end, "what a step computes is known, but for its last token and its draft");
+    ensure(begin >= 0 && begin <= known_end, "the tokens of a step are known, except its last one and its draft");
     plan.token_ids.insert(plan.token_ids.end(), r.tokens.begin() + begin, r.tokens.begin() + known_end);
     if (known_end < draft_begin) {
         ensure(end - known_end == 1, "one token of a row is unknown, its last");

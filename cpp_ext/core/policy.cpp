@@ -46,7 +46,7 @@ bool Policy::is_oversized(const Request& r) const {
 }
 
 Request& Policy::victim(Running running) const {
-    ensure(!running.empty(), "who needs room runs");
+    ensure(!running.empty(), "there is a running request to preempt");
     return *running.back();
 }
 

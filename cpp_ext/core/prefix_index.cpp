@@ -34,7 +34,7 @@ NodeId PrefixIndex::find_or_insert(const BlockKey& key) {
 }
 
 void PrefixIndex::erase(NodeId node) {
-    ensure(is_empty(node), "a node that goes holds no block");
+    ensure(is_empty(node), "a node that is removed holds no block");
     NodeId* link = &buckets_[bucket(nodes_[node].key)];
     while (*link != node) {
         ensure(*link != kNone, "a node is in the bucket of its key");

@@ -13,7 +13,7 @@ void Scheduler::settle_lending() {
     cache_.shrink_staging();
     if (cache_.is_draining()) {
         while (!cache_.drain(roster_.running_tables())) {
-            ensure(roster_.num_running() > 0, "nothing is in the way of a drain when nobody runs");
+            ensure(roster_.num_running() > 0, "only running requests can block a drain");
             roster_.preempt(policy_.victim(roster_.running()));
             cache_.shrink_staging();  // its blocks are no longer staged; it may begin again in that room
         }

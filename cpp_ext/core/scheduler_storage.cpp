@@ -75,7 +75,7 @@ Scheduler::Lookup Scheduler::look_up(RequestId id) const {
 
 std::optional<double> Scheduler::prefill_s(int begin, int end) const {
     const std::lock_guard lock(mutex_);
-    if (begin < 0) throw std::invalid_argument("begin: it is below 0");
+    if (begin < 0) throw std::invalid_argument("begin must not be negative");
     return policy_.prefill_s(begin, end, roster_.running());
 }
 
@@ -105,7 +105,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     if (!request) return {};
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     check_has_keys(num_blocks, keys);
-    if (first < 0 || first > num_blocks) throw std::invalid_argument("first: it is not from 0 to num_blocks");
+    if (first < 0 || first > num_blocks) throw std::invalid_argument("first must be from 0 to num_blocks");
     if (is_step_copying()) return {};  // it still reads moved blocks from places that count as free already
     if (roster_.awaits_loads()) return {};
     // Blocks that a step in progress copies may be cached already, and must not be evicted before it ends.

@@ -74,7 +74,7 @@ void StepTime::Memory::add(const StepWork& work, double duration_s, double expec
 StepTime StepTime::remembered(const Terms& coefficients) {
     const auto is_sound = [](double c) { return c >= 0 && std::isfinite(c); };
     if (!std::all_of(coefficients.begin(), coefficients.end(), is_sound) || coefficients[0] + coefficients[5] <= 0)
-        throw std::invalid_argument("a step takes some time, and no part of it less than none");
+        throw std::invalid_argument("a step takes some time, and no term of it is negative");
     StepTime step_time(coefficients);
     const auto remember = [&](int num_answers, int context, int begin, int chunk, int num_copies) {
         StepWork work;

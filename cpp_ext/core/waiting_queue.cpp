@@ -204,7 +204,7 @@ void WaitingQueue::check() const {
             check_that(!next || awaiting_.contains(*next), "a waiting request is known by the key that it awaits");
         }
     }
-    check_that(num_awaiting == awaiting_.size(), "nobody else awaits a key");
+    check_that(num_awaiting == awaiting_.size(), "only waiting requests await a key");
     check_that(count == size_, "waiting requests are counted");
 }
 

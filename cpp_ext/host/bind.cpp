@@ -78,7 +78,7 @@ template <class Call>
 std::vector<int> each(const nb::sequence& keys, const nb::sequence& parts, bool is_writable, Call call) {
     const std::vector<HostKey> named = to_keys(keys);
     const Parts held(parts, is_writable);
-    if (named.size() != held.size()) throw std::invalid_argument("parts: there are not as many as keys");
+    if (named.size() != held.size()) throw std::invalid_argument("parts: there must be one for each key");
     std::vector<int> statuses(named.size(), static_cast<int>(HostStatus::kLate));
     const nb::gil_scoped_release released;
     try {

@@ -41,7 +41,7 @@ class ExtentSet {
 
     int size() const { return static_cast<int>(members_.size()); }
     ExtentId last() const {
-        ensure(!members_.empty(), "what has a last extent is not empty");
+        ensure(!members_.empty(), "a set that has a last extent is not empty");
         return members_.back();
     }
 
@@ -52,7 +52,7 @@ class ExtentSet {
 
     void remove(ExtentId extent) {
         const int place = places_[extent];
-        ensure(place < size() && members_[place] == extent, "what leaves a set of extents is there");
+        ensure(place < size() && members_[place] == extent, "an extent that is removed is in the set");
         members_[place] = members_.back();
         places_[members_[place]] = place;
         members_.pop_back();
