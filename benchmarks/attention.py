@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--seconds", type=float, default=3, help="per line")
+    parser.add_argument("--seconds", type=float, default=3, help="how long each line is measured")
     args = parser.parse_args()
     dtype: torch.dtype = getattr(torch, args.dtype)
     _cpu.set_num_threads(args.threads)

@@ -161,13 +161,15 @@ def measure(node: Node, side: Measured, tokens: Tokens, args: argparse.Namespace
 
 def main() -> None:
     arguments = parser(__doc__, rounds=3, default_model=SMALL_MODEL)
-    arguments.add_argument("--seconds", type=float, default=60, help="of clients' requests in each round and kind")
+    arguments.add_argument(
+        "--seconds", type=float, default=60, help="how long clients send requests, in each round and kind"
+    )
     arguments.add_argument("--rate", type=float, default=0.4, help="clients' requests a second")
     arguments.add_argument("--prompt", type=int, default=256, help="tokens of a client's prompt")
-    arguments.add_argument("--tokens", type=int, default=32, help="of an answer to a client")
-    arguments.add_argument("--offline-prompt", type=int, default=128)
-    arguments.add_argument("--offline-tokens", type=int, default=64)
-    arguments.add_argument("--lines", type=int, default=5000, help="of the batch")
+    arguments.add_argument("--tokens", type=int, default=32, help="tokens of an answer to a client")
+    arguments.add_argument("--offline-prompt", type=int, default=128, help="tokens of a prompt in the batch")
+    arguments.add_argument("--offline-tokens", type=int, default=64, help="tokens of an answer in the batch")
+    arguments.add_argument("--lines", type=int, default=5000, help="lines of the batch")
     arguments.add_argument("--max-in-flight", type=int, help="node.batches.max_in_flight")
     args = arguments.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)

@@ -265,7 +265,7 @@ def main() -> None:
     args = arguments.parse_args()
     args.private = private_mounts.enter()
     if not args.private:
-        say("no mount namespace is to be had here: full file systems are not tried")
+        say("no mount namespace can be made here, so full file systems are not tried")
     to_table = table if args.markdown else plain_table
     conversations = known_conversations(args.seed)
     say(f"seed {args.seed}; faults begin")
@@ -277,7 +277,7 @@ def main() -> None:
         last = chaos.phase(max(seconds - _FIRST_PHASE_S, seconds / 2)) if node.is_alive() else first
         checks = judge(chaos, first, last)
         if checks.failed:
-            say(f"the last words of the node:\n{node.log_tail()}")
+            say(f"the end of the node's output:\n{node.log_tail()}")
     kinds = Counter(outage.kind for outage in chaos.faults.outages)
     say("\n" + to_table(("fault", "times"), [[kind, str(count)] for kind, count in sorted(kinds.items())]))
     say("\n" + to_table(TRAFFIC_HEADS, traffic_rows(chaos.sent, chaos.faults.outages)))

@@ -82,8 +82,8 @@ def figures(outcome: Outcome, is_default: np.ndarray, num_displaced: int) -> Ite
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="of each class")
-    parser.add_argument("--rate", type=float, default=0.5, help="requests of each class per second")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of each class")
+    parser.add_argument("--rate", type=float, default=0.5, help="requests of each class a second")
     parser.add_argument("--policy", default="hrrn")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", choices=["many", "one"], help="leave out one token, or many")
+    parser.add_argument("--only", choices=["many", "one"], help="measure only steps of many tokens, or of one")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     cpu.set_num_threads(args.threads)

@@ -182,12 +182,18 @@ def show(answers: Sequence[Answer], outcomes: dict[str, Outcome]) -> dict[str, d
 
 
 def main() -> None:
-    options = parser(__doc__ or "", default_model="a random one of 16 layers, 1,024 wide")
-    options.add_argument("--requests", type=int, default=300)
-    options.add_argument("--warm-up", type=int, default=40, help="requests before, by which to find the load")
-    options.add_argument("--settle", type=int, default=100, help="requests after these, at --load")
-    options.add_argument("--load", type=float, default=0.7, help="about, of what the engine can do")
-    options.add_argument("--poll-s", type=float, default=5.0, help="how often to look at the node's step times")
+    options = parser(__doc__ or "", default_model="a random model of 16 layers, 1,024 wide")
+    options.add_argument("--requests", type=int, default=300, help="requests that are compared")
+    options.add_argument(
+        "--warm-up", type=int, default=40, help="requests that are sent first, to find what the engine can do"
+    )
+    options.add_argument(
+        "--settle", type=int, default=100, help="requests that are sent after these at --load, and not compared"
+    )
+    options.add_argument("--load", type=float, default=0.7, help="the load, as a share of what the engine can do")
+    options.add_argument(
+        "--poll-s", type=float, default=5.0, help="seconds from one look at the node's step times to the next"
+    )
     args = options.parse_args()
     rng = np.random.default_rng(args.seed)
     tokens = Tokens(args.seed, VOCAB)

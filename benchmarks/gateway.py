@@ -85,9 +85,11 @@ async def load(url: str, pipe: Connection, arguments: argparse.Namespace) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens-per-second", type=float, default=1000, help="over all streams")
+    parser.add_argument(
+        "--tokens-per-second", type=float, default=1000, help="tokens per second of all streams together"
+    )
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--chat", action="store_true", help="chat completions instead of completions")
+    parser.add_argument("--chat", action="store_true", help="use chat completions in place of completions")
     arguments = parser.parse_args()
     here, there = get_context("spawn").Pipe()
     step_ms = 1000 * arguments.streams / arguments.tokens_per_second

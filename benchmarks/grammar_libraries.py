@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", default=list(LIBRARIES), choices=list(LIBRARIES))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--file", type=Path, help="a tokenizer.json, trained before")
+    parser.add_argument("--file", type=Path, help="a tokenizer.json to use; default: one is trained")
     parser.add_argument("--hostile", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

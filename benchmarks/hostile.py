@@ -357,15 +357,17 @@ def with_controls(items: Sequence[Item]) -> list[Item]:
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--items", nargs="+", choices=[item.name for item in ITEMS], help="default: all")
-    arguments.add_argument("--seconds", type=float, default=60, help="of each attack")
+    arguments.add_argument("--seconds", type=float, default=60, help="seconds of each attack")
     arguments.add_argument("--calm", type=float, default=15, help="seconds of each calm window")
     arguments.add_argument("--streams", type=int, default=8)
     arguments.add_argument(
-        "--checkpoint", type=Path, default=DEMO_CHECKPOINTS / "code", help="of the model that streams"
+        "--checkpoint", type=Path, default=DEMO_CHECKPOINTS / "code", help="checkpoint of the model that streams"
     )
     arguments.add_argument("--shared-cores", action="store_true", help="let all processes run on all cores")
     arguments.add_argument("--decoy", action="store_true", help="attack a server beside the node")
-    arguments.add_argument("--memory-limit", type=int, default=4096, help="MiB of growth at which the node is killed")
+    arguments.add_argument(
+        "--memory-limit", type=int, default=4096, help="MiB of growth beyond which the node is killed"
+    )
     arguments.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = arguments.parse_args()
     os.environ[KEY_VARIABLE] = "a-key-for-hostile-clients"

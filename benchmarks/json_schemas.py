@@ -135,11 +135,16 @@ def follow(grammar: LLMatcher, tokenizer: LLTokenizer, test: dict[str, Any], fin
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="maskbench/data of jsonschemabench")
+    parser.add_argument("directory", type=Path, help="the directory maskbench/data of jsonschemabench")
     parser.add_argument("--each", type=int, default=40, help="schemas of each collection")
-    parser.add_argument("--answers", type=int, default=3, help="of each schema")
-    parser.add_argument("--tokens", type=int, default=200, help="of an answer at most")
-    parser.add_argument("--vocabulary", type=int, default=32_000, help="trained on the Python sources of this machine")
+    parser.add_argument("--answers", type=int, default=3, help="answers for each schema")
+    parser.add_argument("--tokens", type=int, default=200, help="the most tokens of an answer")
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=32_000,
+        help="tokens of the vocabulary, which is trained on Python sources of this machine",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     collections: dict[str, list[Path]] = defaultdict(list)

@@ -184,8 +184,12 @@ def row(figures: Figures, layer_block_bytes: int, bandwidth: float) -> list[str]
 def main() -> None:
     arguments = parser(__doc__, rounds=15)
     arguments.add_argument("--blocks", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
-    arguments.add_argument("--extents", type=int, default=64, help="lent, taken back, borrowed or recalled at a time")
-    arguments.add_argument("--layer-block-bytes", type=int, default=64, help="of the layer-major pool")
+    arguments.add_argument(
+        "--extents", type=int, default=64, help="extents that are lent, taken back, borrowed or recalled at a time"
+    )
+    arguments.add_argument(
+        "--layer-block-bytes", type=int, default=64, help="bytes of a layer block in the layer-major pool"
+    )
     args = arguments.parse_args()
     check_layer_major()
     rows = []

@@ -287,10 +287,16 @@ def start_servers(stack: ExitStack, args: argparse.Namespace, checkpoint: Path, 
 
 def main() -> None:
     arguments = parser(__doc__, rounds=1, default_model=SMALL_MODEL)
-    arguments.add_argument("--vllm-venv", type=Path, help="where vLLM's CPU build is installed")
-    arguments.add_argument("--alone", action="store_true", help="measure the master without lending as well")
-    arguments.add_argument("--sessions", type=int, nargs="+", default=[10], help="each is a run of its own")
-    arguments.add_argument("--in-turn", action="store_true", help="leave the random order out")
+    arguments.add_argument("--vllm-venv", type=Path, help="virtual environment with vLLM's CPU build")
+    arguments.add_argument("--alone", action="store_true", help="measure the master without lending, too")
+    arguments.add_argument(
+        "--sessions",
+        type=int,
+        nargs="+",
+        default=[10],
+        help="numbers of conversations; each number is a run of its own",
+    )
+    arguments.add_argument("--in-turn", action="store_true", help="leave out the runs in random order")
     arguments.add_argument("--turns", type=int, default=4)
     arguments.add_argument("--first", type=int, default=2048, help="tokens of the first prompt")
     arguments.add_argument("--new", type=int, default=96, help="fresh prompt tokens of each later turn")

@@ -121,10 +121,10 @@ def compare(lending: list[list[float]], off: list[list[float]]) -> tuple[float, 
 
 def main() -> None:
     arguments = parser(__doc__, rounds=6, default_model=SMALL_MODEL)
-    arguments.add_argument("--requests", type=int, default=6, help="of the worker, in each round and node")
+    arguments.add_argument("--requests", type=int, default=6, help="requests to the worker, in each round and node")
     arguments.add_argument("--prompt", type=int, default=256, help="tokens of the worker's prompts")
     arguments.add_argument("--history", type=int, default=3072, help="tokens of the master's conversation")
-    arguments.add_argument("--small-pool", default="192MiB", help="of the master that borrows")
+    arguments.add_argument("--small-pool", default="192MiB", help="size of the pool of the master that borrows")
     arguments.add_argument("--shared-cores", action="store_true", help="let all processes run on all cores")
     args = arguments.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)

@@ -40,7 +40,7 @@ from swiftkv.planning.node import plan_node
 
 OUT = Path(__file__).parent / "out"
 VOCAB = (300, 31000)
-SMALL_MODEL = "a random one of Qwen3-0.6B's shape"
+SMALL_MODEL = "a random model of Qwen3-0.6B's shape"
 """The default model of programs that serve a `small_checkpoint`."""
 EXTRA = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 _START_TIMEOUT_S = 600.0
@@ -384,7 +384,12 @@ def parser(doc: str, rounds: int | None = None, default_model: str | None = None
         made.add_argument("--rounds", type=int, default=rounds)
     if default_model is not None:
         made.add_argument("--checkpoint", type=Path, help=f"default: {default_model}")
-    made.add_argument("--seed", type=int, default=random.randrange(2**31), help="of prompts; default: another each run")
+    made.add_argument(
+        "--seed",
+        type=int,
+        default=random.randrange(2**31),
+        help="random seed of the prompts; default: another one each run",
+    )
     made.add_argument("--out", type=Path, help="write every figure here, as JSON")
     return made
 

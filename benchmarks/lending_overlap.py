@@ -151,11 +151,16 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     arguments = parser(__doc__, rounds=4, default_model=SMALL_MODEL)
     arguments.add_argument("--prompt", type=int, default=3072, help="tokens of the first prompt")
-    arguments.add_argument("--new", type=int, default=512, help="fresh tokens of the second")
-    arguments.add_argument("--chunk", type=int, default=1024, help="tokens of a step")
-    arguments.add_argument("--small-pool", default="192MiB", help="of the master that borrows")
-    arguments.add_argument("--lent", default="640MiB", help="of the worker, all of it")
-    arguments.add_argument("--threads", type=int, default=max(1, cores - 1), help="of the master; default: all but one")
+    arguments.add_argument("--new", type=int, default=512, help="fresh tokens of the second prompt")
+    arguments.add_argument("--chunk", type=int, default=1024, help="the most prompt tokens of a step")
+    arguments.add_argument("--small-pool", default="192MiB", help="size of the pool of the master that borrows")
+    arguments.add_argument("--lent", default="640MiB", help="size of the worker's pool, all of which is lent")
+    arguments.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, cores - 1),
+        help="threads of the master; default: one for all cores but one",
+    )
     args = arguments.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)
     tokens = Tokens(args.seed)

@@ -187,8 +187,10 @@ def save(figure: Any, file: Path) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--from", type=Path, default=Path("benchmarks/out"), dest="source", help="multiturn.json, …")
-    arguments.add_argument("--to", type=Path, default=Path("docs/images"))
+    arguments.add_argument(
+        "--from", type=Path, default=Path("benchmarks/out"), dest="source", help="directory with multiturn.json, …"
+    )
+    arguments.add_argument("--to", type=Path, default=Path("docs/images"), help="directory for the pictures")
     args = arguments.parse_args()
     args.to.mkdir(parents=True, exist_ok=True)
     multiturn, overlap, elastic = (read(args.source, name) for name in ("multiturn", "overlap", "elastic"))

@@ -203,12 +203,16 @@ def report(found: list[Recalled], rate: float) -> str:
 
 def main() -> None:
     arguments = parser(__doc__, rounds=7, default_model=SMALL_MODEL)
-    arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the master")
-    arguments.add_argument("--small-pool", default="192MiB", help="of the master")
-    arguments.add_argument("--chunk", type=int, default=512, help="tokens of a prefill step of the master")
+    arguments.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of the master")
+    arguments.add_argument("--small-pool", default="192MiB", help="size of the master's pool")
+    arguments.add_argument("--chunk", type=int, default=512, help="prompt tokens of one of the master's prefill steps")
     arguments.add_argument("--decoded", type=int, default=96, help="tokens that the master generates while it decodes")
-    arguments.add_argument("--prefilled", type=int, default=1536, help="tokens that it reads while it prefills")
-    arguments.add_argument("--warm-s", type=float, default=1.0, help="from a request to the change of the budget")
+    arguments.add_argument(
+        "--prefilled", type=int, default=1536, help="tokens of the prompt that the master computes while it prefills"
+    )
+    arguments.add_argument(
+        "--warm-s", type=float, default=1.0, help="seconds from a request to the change of the budget"
+    )
     args = arguments.parse_args()
     options = {"threads": args.threads, "max_num_batched_tokens": args.chunk, "max_num_seqs": 16, "max_model_len": 2048}
     master = model("master", small_checkpoint(args.checkpoint), args.small_pool, "master", **options)

@@ -291,17 +291,22 @@ def holdings(figures: Figures) -> tuple[list[str], list[list[str]]]:
 def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--cycles", type=int, default=100)
-    options.add_argument("--warm", type=int, default=10, help="cycles before anything is noted")
-    options.add_argument("--checkpoint", type=Path, help="of the models that stream; default: the demo's")
-    options.add_argument("--guest", type=Path, help="checkpoint of the model that comes and goes; default: the demo's")
-    options.add_argument("--max-model-len", type=int, default=2048, help="of the models that stream")
-    options.add_argument("--threads", type=int, default=1, help="of each model that streams")
+    options.add_argument("--warm", type=int, default=10, help="cycles before measuring begins")
     options.add_argument(
-        "--streams", type=int, default=1, help="answers at any time, of each model that streams; 0: one a cycle"
+        "--checkpoint", type=Path, help="checkpoint of the models that stream; default: those of the demo"
+    )
+    options.add_argument("--guest", type=Path, help="checkpoint of the model that comes and goes; default: the demo's")
+    options.add_argument("--max-model-len", type=int, default=2048, help="max_model_len of the models that stream")
+    options.add_argument("--threads", type=int, default=1, help="threads of each model that streams")
+    options.add_argument(
+        "--streams",
+        type=int,
+        default=1,
+        help="answers in progress at any time, for each model that streams; 0: one answer a cycle",
     )
     options.add_argument("--stream-tokens", type=int, default=500)
     options.add_argument("--calm-s", type=float, default=3.0)
-    options.add_argument("--growth-kib", type=float, default=1024.0, help="in all cycles, that does not matter")
+    options.add_argument("--growth-kib", type=float, default=1024.0, help="KiB of growth in all cycles that still pass")
     options.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     args = options.parse_args()
     shared: dict[str, Any] = {"threads": args.threads, "max_model_len": args.max_model_len}

@@ -107,11 +107,13 @@ def make_handler(pipeline: Pipeline) -> type[BaseHTTPRequestHandler]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="the exported directory")
+    parser.add_argument("model", help="directory of the exported model")
     parser.add_argument("--port", type=int, default=8200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache-gib", type=int, default=1)
-    parser.add_argument("--precision", choices=("bf16", "f32"), default="bf16", help="f32 on processors with AVX2 only")
+    parser.add_argument(
+        "--precision", choices=("bf16", "f32"), default="bf16", help="f32 on processors that have only AVX2"
+    )
     args = parser.parse_args()
     pipeline = Pipeline(args.model, args.threads, args.cache_gib, args.precision)
     server = ThreadingHTTPServer(("127.0.0.1", args.port), make_handler(pipeline))

@@ -305,8 +305,13 @@ def study_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of programs that serve a trace under targets in virtual time."""
     parser = trace_parser(doc)
     parser.set_defaults(seqs=64, pool_tokens=256_000)
-    parser.add_argument("--target-s", type=float, default=10.0)
-    parser.add_argument("--times-alone", type=float, default=3.0)
+    parser.add_argument("--target-s", type=float, default=10.0, help="seconds within which a first token is due")
+    parser.add_argument(
+        "--times-alone",
+        type=float,
+        default=3.0,
+        help="a first token is due within this multiple of its time alone, if that is longer",
+    )
     parser.add_argument("--noise", type=float, default=0.05, help="standard deviation of the logarithm of step times")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
@@ -321,9 +326,19 @@ def target_of(args: argparse.Namespace) -> Target:
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.0, 1.3, 2.0])
+    parser.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.8, 1.0, 1.3, 2.0],
+        help="loads, as multiples of what the engine can do",
+    )
     parser.add_argument("--policies", nargs="+", choices=get_args(SchedulingPolicy), default=["hrrn", "fcfs"])
-    parser.add_argument("--oracle", action="store_true", help="forecast exactly, but for those that come later")
+    parser.add_argument(
+        "--oracle",
+        action="store_true",
+        help="refuse by an exact forecast, which lacks only the requests that come later",
+    )
     args = parser.parse_args()
     trace = spread_ties(read_trace(args.trace), np.random.default_rng(args.seed))[: args.requests]
     arrivals = [shortened(arrival, args.shrink) for arrival in trace]

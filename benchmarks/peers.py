@@ -272,12 +272,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=[load.key for load in LOADS], help="default: all but saturation")
     parser.add_argument("--trace", type=Path, help="a file with the columns ContextTokens and GeneratedTokens")
-    parser.add_argument("--trace-requests", type=int, default=64, help="the first so many that are short enough")
-    parser.add_argument("--longest", type=int, default=8192, help="prompt and answer of such a request, in tokens")
-    parser.add_argument("--pause-s", type=float, default=1.0, help="between one server and the next")
+    parser.add_argument(
+        "--trace-requests",
+        type=int,
+        default=64,
+        help="requests to take from the start of the trace, of those that are short enough",
+    )
+    parser.add_argument(
+        "--longest", type=int, default=8192, help="the most tokens of prompt and answer of such a request"
+    )
+    parser.add_argument("--pause-s", type=float, default=1.0, help="seconds between one server and the next")
     parser.add_argument("--vocab-size", type=int, default=31000, help="random prompts use the ids from 300 to here")
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="default: another every run")
-    parser.add_argument("--pid", nargs="*", default=[], metavar="NAME=PID", help="to report memory")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(2**31), help="random seed; default: another one each run"
+    )
+    parser.add_argument("--pid", nargs="*", default=[], metavar="NAME=PID", help="process whose memory is reported")
     parser.add_argument("--json", type=Path, help="write every figure here")
     args = parser.parse_args()
     args.only = args.only or [load.key for load in USUAL] + ["traced"] * (args.trace is not None)

@@ -266,14 +266,22 @@ def figures_of(results: dict[float, dict[str, Outcome]]) -> dict[str, Any]:
 
 def options() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("trace", type=Path, help="JSON lines as in soak.py")
-    made.add_argument("--budgets", type=float, nargs="+", default=BUDGETS_M, help="millions of tokens of the twin")
-    made.add_argument("--shares", type=float, nargs="+", default=SHARES, help="parts of the pool for windows")
-    made.add_argument("--intervals", type=int, nargs="+", default=INTERVALS, help="of retention_interval, in tokens")
-    made.add_argument("--requests", type=int, help="only so many, from the start")
+    made.add_argument("trace", type=Path, help="JSON lines, as soak.py takes them")
+    made.add_argument(
+        "--budgets",
+        type=float,
+        nargs="+",
+        default=BUDGETS_M,
+        help="sizes of the pool, in millions of tokens of the dense twin",
+    )
+    made.add_argument("--shares", type=float, nargs="+", default=SHARES, help="shares of the pool for sliding windows")
+    made.add_argument(
+        "--intervals", type=int, nargs="+", default=INTERVALS, help="values of retention_interval, in tokens"
+    )
+    made.add_argument("--requests", type=int, help="requests to take from the start of the trace; default: all")
     made.add_argument("--block-size", type=int, default=64)
     made.add_argument("--chunk", type=int, default=2048, help="the most tokens of a prompt that one step takes")
-    made.add_argument("--rest", action="store_true", help="store what is left of prompts, too")
+    made.add_argument("--rest", action="store_true", help="store the rest of prompts, too")
     made.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     made.add_argument("--plot", type=Path, help="draw the hit rates here")
     made.add_argument("--out", type=Path, help="write every figure here, as JSON")

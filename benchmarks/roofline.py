@@ -156,7 +156,11 @@ def product_rate(clock: Callable[[], float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--processor-time", action="store_true", help="with one thread: on a machine that others share")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="measure processor time, with one thread, on a machine that others share",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     if args.processor_time and args.threads != 1:

@@ -193,19 +193,23 @@ def _round_line(measured: Measured) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=5, default_model="a random one of 16 layers, 1,024 wide")
-    options.add_argument("--requests", type=int, default=6, help="of light, in each load of a round")
-    options.add_argument("--prompt", type=int, default=256, help="tokens of light's prompts")
-    options.add_argument("--decoded", type=int, default=32, help="tokens of light's answers")
-    options.add_argument("--pause-s", type=float, default=0.0, help="between an answer of light and its next request")
-    options.add_argument("--floods", type=int, default=1, help="models that are flooded")
-    options.add_argument("--flood-streams", type=int, default=4, help="requests of each of them at any time")
+    options = parser(__doc__ or "", rounds=5, default_model="a random model of 16 layers, 1,024 wide")
+    options.add_argument("--requests", type=int, default=6, help="requests to the light model, in each load of a round")
+    options.add_argument("--prompt", type=int, default=256, help="tokens of a prompt of the light model")
+    options.add_argument("--decoded", type=int, default=32, help="tokens of an answer of the light model")
+    options.add_argument(
+        "--pause-s", type=float, default=0.0, help="seconds between an answer of the light model and its next request"
+    )
+    options.add_argument("--floods", type=int, default=1, help="number of models that are flooded")
+    options.add_argument("--flood-streams", type=int, default=4, help="requests to each flooded model at any time")
     options.add_argument("--flood-prompt", type=int, default=1024)
     options.add_argument("--flood-decoded", type=int, default=16)
-    options.add_argument("--flood-s", type=float, default=30.0, help="for which both models answer all they can")
-    options.add_argument("--step-tokens", type=int, default=512, help="of a step: tokens are counted when it ends")
+    options.add_argument("--flood-s", type=float, default=30.0, help="seconds for which all models are flooded")
+    options.add_argument(
+        "--step-tokens", type=int, default=512, help="the most tokens of a step; tokens are counted when a step ends"
+    )
     options.add_argument("--lead-s", type=float, default=0.5)
-    options.add_argument("--weight", type=int, default=1, help="of light, beside the others' 1")
+    options.add_argument("--weight", type=int, default=1, help="weight of the light model; the others have 1")
     args = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="shares-") as directory:
         checkpoint = args.checkpoint or make_shape(Path(directory), 16, 4, 8192, hidden_size=1024)

@@ -237,10 +237,12 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("trace", type=Path)
     arguments.add_argument("--minutes", type=float, default=60)
-    arguments.add_argument("--speed", type=float, default=4.0, help="how much faster than the trace's own time")
-    arguments.add_argument("--fill", type=int, default=12000, help="requests that are sent before the time begins")
-    arguments.add_argument("--shrink", type=int, default=16, help="lengths are divided by this")
-    arguments.add_argument("--check", type=float, default=0.01, help="the part of the answers whose tokens are checked")
+    arguments.add_argument("--speed", type=float, default=4.0, help="speed, as a multiple of the trace's own")
+    arguments.add_argument(
+        "--fill", type=int, default=12000, help="requests that are sent before the measurement begins"
+    )
+    arguments.add_argument("--shrink", type=int, default=16, help="divisor of all lengths")
+    arguments.add_argument("--check", type=float, default=0.01, help="share of the answers whose tokens are checked")
     arguments.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = arguments.parse_args()
     arrivals = read_trace(args.trace)

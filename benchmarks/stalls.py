@@ -122,16 +122,20 @@ async def measure(off: Measured, on: Measured, args: argparse.Namespace) -> None
 
 
 def main() -> None:
-    options = parser(__doc__ or "", rounds=5, default_model="a random one of 16 layers, 1,024 wide")
-    options.add_argument("--target", default="250ms", help="of the second node")
-    options.add_argument("--policy", default="hrrn", help="scheduling_policy of both")
+    options = parser(__doc__ or "", rounds=5, default_model="a random model of 16 layers, 1,024 wide")
+    options.add_argument("--target", default="250ms", help="target_tpot of the second node")
+    options.add_argument("--policy", default="hrrn", help="scheduling_policy of both nodes")
     options.add_argument("--streams", type=int, default=4)
     options.add_argument("--stream-tokens", type=int, default=400)
-    options.add_argument("--prompts", type=int, default=3)
-    options.add_argument("--prompt", type=int, default=2000, help="tokens of each")
+    options.add_argument("--prompts", type=int, default=3, help="number of long prompts")
+    options.add_argument("--prompt", type=int, default=2000, help="tokens of each long prompt")
     options.add_argument("--short", type=int, default=68, help="tokens of the short prompt")
-    options.add_argument("--short-after-s", type=float, default=0.5, help="when it comes, behind the long ones")
-    options.add_argument("--lead-s", type=float, default=1.0, help="of the streams, before the prompts")
+    options.add_argument(
+        "--short-after-s", type=float, default=0.5, help="seconds from the long prompts to the short one"
+    )
+    options.add_argument(
+        "--lead-s", type=float, default=1.0, help="seconds for which streams run before the prompts come"
+    )
     args = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="stalls-") as directory:
         checkpoint = args.checkpoint or make_shape(Path(directory), 16, 4, 8192, hidden_size=1024)

@@ -346,15 +346,15 @@ def time_opening(directory: Path, num_blocks: int, clock: Callable[[], float]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["file", "full", "redis", "mooncake", "checksums", "opening"])
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument(
-        "--url", default="redis://127.0.0.1:6379/0", help="of Redis, or the address of Mooncake's master"
+        "--directory", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk to measure"
     )
+    parser.add_argument("--url", default="redis://127.0.0.1:6379/0", help="address of Redis, or of Mooncake's master")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES")
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 4], metavar="THREADS")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mib", type=int, default=256, help="how much each round moves")
-    parser.add_argument("--blocks", type=int, default=100_000, help="for opening")
+    parser.add_argument("--mib", type=int, default=256, help="MiB that each round moves")
+    parser.add_argument("--blocks", type=int, default=100_000, help="blocks in the directory, for opening")
     parser.add_argument("--processor-time", action="store_true")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.processor_time else time.perf_counter

@@ -78,8 +78,8 @@ def lend(num_blocks: int, store_paths: list[Path]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=64, help="MiB per job")
-    parser.add_argument("--seconds", type=float, default=2, help="per figure")
+    parser.add_argument("--mib", type=int, default=64, help="MiB of each job")
+    parser.add_argument("--seconds", type=float, default=2, help="seconds for each figure")
     parser.add_argument("--lend", type=Path, nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     num_blocks = (arguments.mib << 20) // GROUP.layer_block_bytes

@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--vocabulary", type=int, default=0)
     parser.add_argument("--engine", action="store_true")
-    parser.add_argument("--max-length", action="store_true", help="with --engine: strings that have a maxLength")
+    parser.add_argument("--max-length", action="store_true", help="with --engine: use strings that have a maxLength")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)

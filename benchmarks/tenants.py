@@ -110,8 +110,13 @@ def a_round(trace: Sequence[Arrival], args: argparse.Namespace, seed: int) -> di
 def main() -> None:
     parser = trace_parser(__doc__)
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=1000, help="of the steady tenant")
-    parser.add_argument("--load", type=float, default=0.35, help="of the steady tenant, and of an equal neighbour")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of the steady tenant")
+    parser.add_argument(
+        "--load",
+        type=float,
+        default=0.35,
+        help="load of the steady tenant, and of an equal neighbour, as a share of what the engine can do",
+    )
     parser.add_argument("--flood", type=int, default=10)
     parser.add_argument("--policy", choices=get_args(SchedulingPolicy), default="hrrn")
     parser.add_argument("--target-s", type=float, default=0.25, help="target_tpot")

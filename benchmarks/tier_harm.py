@@ -100,14 +100,14 @@ def report(figures: dict[str, Figures]) -> None:
 
 def main() -> None:
     options = parser(__doc__, rounds=5, default_model=SMALL_MODEL)
-    options.add_argument("--prompts", type=int, default=16, help="of each node in each round")
+    options.add_argument("--prompts", type=int, default=16, help="prompts to each node in each round")
     options.add_argument("--at-once", type=int, default=4)
     options.add_argument("--prompt-tokens", type=int, default=512)
     options.add_argument("--answer-tokens", type=int, default=128)
-    options.add_argument("--memory", default="1GiB", help="of each pool")
+    options.add_argument("--memory", default="1GiB", help="size of each pool")
     options.add_argument("--host", default="256MiB", help="size of the host memory")
-    options.add_argument("--size", default="256MiB", help="of the files")
-    options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
+    options.add_argument("--size", default="256MiB", help="size of the storage tier")
+    options.add_argument("--storage", type=Path, help="directory for the files; default: a temporary one")
     args = options.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)
     with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:

@@ -74,7 +74,7 @@ def measure(node: Node, tokens: Tokens, speed: Speed, file: dict[str, Any], args
     loading_s = ttft_s(node, first, 1)
     speed.loading_s.append(loading_s)
     for number, turn in enumerate(others, 1):
-        wait_until("the reports of those before", lambda: num_decided(node) >= number)  # noqa: B023
+        wait_until("the reports of the turns before", lambda: num_decided(node) >= number)  # noqa: B023
         answer = asyncio.run(ask(node.target(NAME), turn, 1))
         computing_s = ttft_s(node, tokens.fresh(len(turn)), 1)
         speed.chosen_s.append(answer.ttft_s)
@@ -99,12 +99,21 @@ def crossing(node: Node, tokens: Tokens, length: int) -> float:
 def main() -> None:
     options = parser(__doc__, rounds=3, default_model=SMALL_MODEL)
     options.add_argument("--history", type=int, default=1024, help="tokens of turn 1")
-    options.add_argument("--turns", type=int, default=1, help="that the planner decides on, at each speed in a round")
-    options.add_argument("--memory", default="1GiB", help="of the pool")
     options.add_argument(
-        "--multiples", type=float, nargs="+", default=MULTIPLES, help="of the speed that makes no odds"
+        "--turns",
+        type=int,
+        default=1,
+        help="turns at each speed in a round for which the planner decides whether to load",
     )
-    options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
+    options.add_argument("--memory", default="1GiB", help="size of the pool")
+    options.add_argument(
+        "--multiples",
+        type=float,
+        nargs="+",
+        default=MULTIPLES,
+        help="speeds of storage, as multiples of the one at which loading takes as long as computing",
+    )
+    options.add_argument("--storage", type=Path, help="directory for the files; default: a temporary one")
     args = options.parse_args()
     checkpoint = small_checkpoint(args.checkpoint)
     with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:

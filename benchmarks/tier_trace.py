@@ -153,7 +153,7 @@ class StubEngine:
             self._woken.wait(_LONGEST_WAIT_S)
             self.now_s += time.monotonic() - began_s
             if began_s > self._progress_s + _STALL_S:
-                raise SystemExit("nothing has happened for two minutes, with requests that wait")
+                raise SystemExit("nothing has happened for two minutes, although requests wait")
             return
         self._progress_s = time.monotonic()
         for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
@@ -195,14 +195,14 @@ class StubEngine:
             return
         expected = np.tile(prompt.keys[found], GROUP.block_bytes // 32)
         if not np.array_equal(self.pool[blocks[found]], expected):
-            raise SystemExit("a request reads KV that is not that of its tokens")
+            raise SystemExit("a request reads KV of other tokens than its own")
 
     def settle(self) -> None:
         """Wait until nothing is on its way up or down."""
         deadline_s = time.monotonic() + _STALL_S
         while (stats := self.tier.stats()).num_to_store or stats.num_loading or self.tier.is_reading:
             if time.monotonic() > deadline_s:
-                raise SystemExit("storage does not come to rest")
+                raise SystemExit("storage does not become idle")
             self.tier.before_step()
             time.sleep(0.002)
 
@@ -218,9 +218,9 @@ class StubEngine:
         assert usage is not None
         assert usage.bound_bytes is not None
         if usage.objects != len(objects):
-            raise SystemExit(f"the index has {usage.objects} objects, the directory {len(objects)}")
+            raise SystemExit(f"the index has {usage.objects} objects, but the directory {len(objects)}")
         if usage.num_bytes > usage.bound_bytes:
-            raise SystemExit(f"storage has {usage.num_bytes} bytes, and may have {usage.bound_bytes}")
+            raise SystemExit(f"storage has {usage.num_bytes} bytes, but may have {usage.bound_bytes}")
         hits = self.scheduler.stats().prefix_hit_tokens_total
         return Hour(
             requests=self.num_ended,
@@ -293,15 +293,15 @@ def slope(hours: Sequence[Hour]) -> float:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--trace", type=Path, required=True, help="JSON lines as Mooncake's")
-    options.add_argument("--requests", type=int, help="of the trace, the first so many; default: all")
-    options.add_argument("--loops", type=int, default=24)
-    options.add_argument("--max-output", type=int, default=8, help="tokens of an answer, at most")
-    options.add_argument("--blocks", type=int, default=2048, help="of the pool, 512 tokens each")
-    options.add_argument("--size", default="128MiB", help="bound of the storage")
+    options.add_argument("--trace", type=Path, required=True, help="JSON lines in Mooncake's form")
+    options.add_argument("--requests", type=int, help="requests to take from the start of the trace; default: all")
+    options.add_argument("--loops", type=int, default=24, help="how often the trace is replayed")
+    options.add_argument("--max-output", type=int, default=8, help="the most tokens of an answer")
+    options.add_argument("--blocks", type=int, default=2048, help="blocks of the pool, of 512 tokens each")
+    options.add_argument("--size", default="128MiB", help="size of the storage")
     options.add_argument("--token-time", type=float, default=2e-6, help="virtual seconds to compute a token")
     options.add_argument("--write-policy", default="write_through")
-    options.add_argument("--storage", type=Path, default=Path("/dev/shm"), help="where the files go")
+    options.add_argument("--storage", type=Path, default=Path("/dev/shm"), help="directory for the files")
     args = options.parse_args()
     hours = []
     with tempfile.TemporaryDirectory(dir=args.storage, prefix="tier-") as temporary:

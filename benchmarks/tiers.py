@@ -87,7 +87,7 @@ def wait_until(what: str, holds: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + _TIMEOUT_S
     while not holds():
         if time.monotonic() > deadline_s:
-            raise SystemExit(f"waited in vain for {what}")
+            raise SystemExit(f"timed out while waiting for {what}")
         time.sleep(_POLL_S)
 
 
@@ -100,8 +100,8 @@ def restart_engine(node: Node) -> None:
     """Kill the node's engine, and return when the next one serves."""
     restarts = engine_view(node)["restarts"]
     node.engine(NAME).send_signal(signal.SIGKILL)
-    wait_until("the engine to be gone", lambda: engine_view(node)["restarts"] != restarts)
-    wait_until("the engine to be back", lambda: engine_view(node)["state"] == "ready")
+    wait_until("the engine to end", lambda: engine_view(node)["restarts"] != restarts)
+    wait_until("the engine to serve again", lambda: engine_view(node)["state"] == "ready")
     engine, plan = node.engine(NAME).pid, node.plan(NAME)
     assert isinstance(plan, SizedPlan)
     wait_until("the pool to have its memory", lambda: shared_memory_bytes(engine) >= plan.pool_bytes)
@@ -249,16 +249,22 @@ def bytes_read(node: Node, num_tokens: int) -> int:
 
 
 def main() -> None:
-    options = parser(__doc__, rounds=3, default_model="the random one of --arch and --layers")
+    options = parser(__doc__, rounds=3, default_model="a random model of --arch and --layers")
     options.add_argument("--arch", default="qwen3", choices=["qwen3", "gemma3_text"])
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--history", type=int, default=16384, help="tokens of turn 1")
-    options.add_argument("--warmup", type=int, default=512, help="fresh tokens after each start")
-    options.add_argument("--memory", default="1GiB", help="of each pool but the one that borrows")
+    options.add_argument("--warmup", type=int, default=512, help="fresh tokens that are computed after each start")
+    options.add_argument("--memory", default="1GiB", help="size of each pool, except that of the borrower")
     options.add_argument("--host", default="2GiB", help="size of the host memory")
-    options.add_argument("--storage", type=Path, help="where the files go; default: a temporary directory")
-    options.add_argument("--redis", metavar="URL", help="of a server with a bound; default: none is measured")
-    options.add_argument("--mooncake", metavar="HOST:PORT", help="of the master of a store with memory")
+    options.add_argument("--storage", type=Path, help="directory for the files; default: a temporary one")
+    options.add_argument(
+        "--redis", metavar="URL", help="URL of a Redis server with a bound on its memory; default: measure none"
+    )
+    options.add_argument(
+        "--mooncake",
+        metavar="HOST:PORT",
+        help="address of the master of a Mooncake Store that has memory; default: measure none",
+    )
     args = options.parse_args()
     checkpoint = args.checkpoint or make_model(args.arch, args.layers)
     shape = {"max_model_len": args.history + 1024, "max_num_seqs": 4}

@@ -50,7 +50,7 @@ def gateway_of(url: str) -> psutil.Process:
     for connection in psutil.net_connections("tcp"):
         if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
             return psutil.Process(connection.pid)
-    raise SystemExit(f"nobody listens at {url}")
+    raise SystemExit(f"no process listens at {url}")
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -60,13 +60,13 @@ def cpu_s(process: psutil.Process) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--watchers", type=int, default=17)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the node")
+    parser.add_argument("--watchers", type=int, default=17, help="number of pages that watch the node")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds without watchers, and again with them")
     args = parser.parse_args()
     key = find_admin_key(args.url)
     if key is None:
-        raise SystemExit(f"no node of this user is at {args.url}")
+        raise SystemExit(f"no node of this user listens at {args.url}")
     gateway = gateway_of(args.url)
     began_s, began_cpu_s = time.monotonic(), cpu_s(gateway)
     time.sleep(args.seconds)

@@ -160,14 +160,14 @@ def tune(spec: AttentionSpec, pool: torch.Tensor, bandwidth: float, rate: float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--v-head-dim", type=int, help="of values, where it is not that of keys")
+    parser.add_argument("--v-head-dim", type=int, help="head_dim of values, if it is not that of keys")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--seconds", type=float, default=0.2, help="of GPU time for each figure")
+    parser.add_argument("--seconds", type=float, default=0.2, help="seconds of GPU time for each figure")
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
 

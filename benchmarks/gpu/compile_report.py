@@ -198,8 +198,8 @@ def report(gpu: DeviceLimits, cases: Iterator[tuple[str, Callable[[], object]]],
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=int, nargs="+", default=[80, 90], choices=sorted(GPUS))
-    parser.add_argument("--only", default="", help="a part of a kernel's name")
-    parser.add_argument("--case", default="", help="a part of a case's name")
+    parser.add_argument("--only", default="", help="compile only kernels with this in their names")
+    parser.add_argument("--case", default="", help="compile only cases with this in their names")
     arguments = parser.parse_args()
     print(HEADER)
     rows = []

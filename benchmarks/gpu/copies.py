@@ -93,7 +93,7 @@ def result(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
     arguments = parser.parse_args()
     machine = measure()
     print(machine.report())

@@ -209,7 +209,7 @@ def time_logprobs_and_penalties(noise: list[Tensor], floor_s: float) -> list[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON")
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
     arguments = parser.parse_args()
     machine = measure()
     print(machine.report())

@@ -443,8 +443,10 @@ def _row(case: str, seconds: float, floor_s: float) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON")
-    parser.add_argument("--only", choices=["model", "transformers", "lending", "decoding"], help="one part")
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    parser.add_argument(
+        "--only", choices=["model", "transformers", "lending", "decoding"], help="measure only this part"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: there is nothing to measure")
