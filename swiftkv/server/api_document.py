@@ -77,7 +77,7 @@ class ApiDocument:
         schemas.pop("ValidationError", None)
         for body in schemas.values():
             if "model" in body.get("properties", {}):
-                body["properties"]["model"] = {"enum": [*models, None], "description": "Which model answers"}
+                body["properties"]["model"] = {"enum": [*models, None], "description": "The model that answers"}
         schemas.update(openapi_components())
         for path, operations in document["paths"].items():
             for operation in operations.values():

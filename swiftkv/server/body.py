@@ -48,7 +48,7 @@ _BODIES: tuple[type[Body], ...] = (
 
 def body_threads() -> BoundedThreads:
     """Return the threads that parse an app's large bodies: keep them as `app.state.body_threads`."""
-    return BoundedThreads("a large body to be parsed")
+    return BoundedThreads("the parsing of large bodies")
 
 
 def parse_body(content: bytes, body_type: type[B], *, leaves_out_unknown: bool = False) -> B:

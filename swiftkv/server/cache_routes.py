@@ -35,7 +35,9 @@ _PREFIX = f"{ADMIN_PATH}/cache"
 Name = Annotated[str, Path(description="Name of the model")]
 PinId = Annotated[str, Path(description="Number of the pin", pattern="^[0-9]{1,18}$")]
 TimeToLive = Annotated[str, Query(description="How long to keep it, such as 90s, 30m or 24h", pattern=DURATION_PATTERN)]
-RequestId = Annotated[str, Path(description="The `X-Request-Id` of its answer; may have slashes")]
+RequestId = Annotated[
+    str, Path(description="The request's id: the `X-Request-Id` header of its answer, which may have slashes")
+]
 
 
 class _RequestIdConvertor(Convertor[str]):
@@ -53,16 +55,16 @@ class _RequestIdConvertor(Convertor[str]):
 register_url_convertor("request_id", _RequestIdConvertor())
 
 MEANINGS: dict[CacheStop, str] = {
-    "complete": "nothing more could be: only whole blocks match, and at least the last token is computed",
-    "prompt_logprobs": "it asked for prompt_logprobs, so all of its prompt was computed",
-    "tail_gone": "the blocks are there, but not the KV of a sliding window before any later place to go on from",
-    "late": "a tier below the pool was not waited for any longer: see prefetch_policy",
+    "complete": "no more can be found: only whole blocks match, and the last token is always computed",
+    "prompt_logprobs": "the request asked for prompt_logprobs, so all of its prompt was computed",
+    "tail_gone": "the next blocks are cached, but the sliding-window KV that is needed to go on after them is gone",
+    "late": "a tier below the pool took too long, so the request stopped waiting for it: see prefetch_policy",
     "corrupt": "a block in a tier below the pool did not match its checksum, and was dropped",
-    "failed": "a tier below the pool failed, or is left alone for a while",
-    "declined": "a tier below the pool had more, and computing it was expected to be as fast",
+    "failed": "a tier below the pool failed, or is not used for a while because it failed",
+    "declined": "a tier below the pool had more, but computing it was expected to be as fast",
     "evicted": "the next block was evicted from the pool, and no tier below it had the block",
-    "other_salt": "others have begun with the same tokens under another cache_salt, which shares nothing",
-    "never_stored": "nobody has computed the next block here, as far as is remembered",
+    "other_salt": "other prompts began with the same tokens under another cache_salt, and salts share no blocks",
+    "never_stored": "no request that is remembered has computed the next block",
 }
 
 
@@ -151,7 +153,7 @@ def _pinned(model: str, report: CacheReport) -> PinChange:
 
 def _unknown(request_id: str) -> ApiError:
     return ApiError(
-        404, f"no request '{request_id}' has begun of late; engines remember their last thousand",
+        404, f"no recent request has the id '{request_id}'; an engine remembers its last thousand",
         param="request_id", code="unknown_request",
     )  # fmt: skip
 

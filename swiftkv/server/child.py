@@ -76,7 +76,7 @@ class Child:
             except TimeoutError:  # the machine is busy: a process that hangs ends itself (`cpu_s`)
                 await self._end_process()
                 raise ApiError(
-                    503, "the machine is too busy for this at the moment", code="busy", retry_after_s=_BUSY_RETRY_S
+                    503, "the machine is too busy at the moment; try again", code="busy", retry_after_s=_BUSY_RETRY_S
                 ) from None
             except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop's for a pipe that is closed
                 process = self._process

@@ -182,13 +182,15 @@ class EngineClient:
         self.check_available()
         limits = {"max_num_queued_reqs": self.max_in_flight, "max_num_queued_tokens": self.outlook.queued.max_tokens}
         if limit := limit_met(limits, self._in_flight.values(), terms.sender, len(requests)):
-            raise self.outlook.busy(limit, f"has no place left of those that tenant '{terms.sender.name}' has")
+            raise self.outlook.busy(limit, f"has no more room for tenant '{terms.sender.name}'")
         if self.num_in_flight + len(requests) > self.max_in_flight:
-            reason = f"has {self.num_in_flight} sequences, of {self.max_in_flight}"
+            reason = f"has {self.num_in_flight} of at most {self.max_in_flight} sequences in flight"
             raise self.outlook.busy("max_num_queued_reqs", reason)
         self.outlook.check_queue()
         if not self._outbox.has_room(len(requests), sum(request.num_bytes for request in requests)):
-            raise self.outlook.busy("unread_messages", f"is behind with {self._outbox.num_unread} messages")
+            raise self.outlook.busy(
+                "unread_messages", f"has {self._outbox.num_unread} messages that its engine has not read"
+            )
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         arrived_s = time.perf_counter()
         messages = [

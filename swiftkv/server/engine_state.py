@@ -106,9 +106,9 @@ class EngineStatus:
             case EngineState.RESTARTING:
                 reason = f"stopped and is being restarted: its engine {self.why_gone}"
             case EngineState.DOWN:
-                reason = f"is down and is not started again by itself: its engine {self.why_gone}"
+                reason = f"is down until you start it (swiftkv models start {name}): its engine {self.why_gone}"
             case EngineState.ASLEEP:
-                reason, code = f"is asleep until somebody wakes it: swiftkv models wake {name}", "model_asleep"
+                reason, code = f"is asleep; wake it with: swiftkv models wake {name}", "model_asleep"
             case EngineState.SLEEPING | EngineState.WAKING:
                 reason, code = f"is {self.state}", "model_asleep"
             case _:

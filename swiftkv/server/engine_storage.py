@@ -71,8 +71,8 @@ class EngineStorage:
         except TimeoutError:
             raise ApiError(
                 503,
-                f"the engine has not changed its storage within {_TIMEOUT_S:g} s, and may still do it: "
-                "GET /admin/storage tells",
+                f"the engine has not changed its storage within {_TIMEOUT_S:g} s, but may still do so: "
+                "see GET /admin/storage",
                 code="engine_unavailable",
             ) from None
         finally:

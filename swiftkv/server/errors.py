@@ -155,7 +155,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> Response:
-        return ApiError(500, "internal error: the server's log says more").response(request.url.path)
+        return ApiError(500, "internal error: see the server's log").response(request.url.path)
 
 
 def _methods_at(request: Request) -> list[str]:

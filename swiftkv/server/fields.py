@@ -68,7 +68,7 @@ class AtMost:
         if isinstance(value, dict) and len(value) > self._limit:
             raise PydanticCustomError(
                 "too_many_entries",
-                "has {count} entries; at most {limit} are taken",
+                "has {count} entries; at most {limit} are allowed",
                 {"count": len(value), "limit": self._limit},
             )
         return value

@@ -81,4 +81,4 @@ class GrammarChecker:
             return self._decoder.decode(await self._child.ask(msgspec.msgpack.encode(source)))
         except ChildEndedError as ended:
             logger.warning("the process that checks grammars %s", ended)
-            return Verdict(why=f"takes more memory or time to compile than it may: the check {ended}")
+            return Verdict(why=f"it takes more memory or time to compile than is allowed: the check {ended}")

@@ -100,8 +100,8 @@ class CoordinatorClient:
         except TimeoutError:
             raise ApiError(
                 503,
-                f"model '{self._name}' does not answer about lending within {timeout_s:g} s; what was asked for may "
-                "still happen: GET /admin/lending tells",
+                f"model '{self._name}' did not answer about lending within {timeout_s:g} s; what was asked for may "
+                "still happen: see GET /admin/lending",
                 code="engine_unavailable",
                 retry_after_s=_RETRY_S,
             ) from None
@@ -182,7 +182,9 @@ class NodeLending:
         if answer.refused is not None:
             if not dry_run:
                 member.remember_budget(answer.budget_bytes)
-            raise ApiError(400, f"model '{name}' refuses: {answer.refused}", param="budget", code="budget_refused")
+            raise ApiError(
+                400, f"model '{name}' refuses the budget: {answer.refused}", param="budget", code="budget_refused"
+            )
         if not dry_run:
             budget_words, recalled = format_size(answer.budget_bytes), format_size(answer.recalled_bytes)
             logger.info("%s: lends up to %s now; %s came back in %.3f s", name, budget_words, recalled, answer.took_s)
@@ -268,7 +270,7 @@ class NodeLending:
     def _member(self, name: str) -> LendingMember:
         if name not in self._members:
             known = ", ".join(self._members)
-            raise ApiError(404, f"no model '{name}'; there is: {known}", param="model", code="model_not_found")
+            raise ApiError(404, f"no model '{name}'; this node has: {known}", param="model", code="model_not_found")
         return self._members[name]
 
 

@@ -23,20 +23,24 @@ class LendingMetrics(ModelCollector[LendingState]):
 
     def collect(self) -> Iterable[Metric]:
         lent = GaugeMetricFamily(
-            "swiftkv:lent_bytes", "Bytes of the model's pool lent now", labels=("model_name", "lender", "borrower")
+            "swiftkv:lent_bytes", "Bytes of the model's pool that are lent", labels=("model_name", "lender", "borrower")
         )
         borrowed = GaugeMetricFamily(
-            "swiftkv:borrowed_bytes", "Bytes of other pools borrowed now", labels=("model_name", "lender", "borrower")
+            "swiftkv:borrowed_bytes",
+            "Bytes of other pools that the model borrows",
+            labels=("model_name", "lender", "borrower"),
         )
-        budget = GaugeMetricFamily("swiftkv:lending_budget_bytes", "The most that may be lent", labels=("model_name",))
+        budget = GaugeMetricFamily(
+            "swiftkv:lending_budget_bytes", "The most bytes that the model may lend", labels=("model_name",)
+        )
         recalls = CounterMetricFamily(
-            "swiftkv:recalls", "Times that extents were asked back", labels=("model_name", "reason")
+            "swiftkv:recalls", "Recalls of extents, by reason", labels=("model_name", "reason")
         )
         durations = HistogramMetricFamily(
-            "swiftkv:recall_seconds", "From asking extents back to having them", labels=("model_name",)
+            "swiftkv:recall_seconds", "From a recall until its extents are back", labels=("model_name",)
         )
         dropped = CounterMetricFamily(
-            "swiftkv:lease_messages_dropped", "Lease messages that meant nothing", labels=("model_name",)
+            "swiftkv:lease_messages_dropped", "Malformed lease messages, which were dropped", labels=("model_name",)
         )
         for model, state in self._by_model.items():
             dropped.add_metric((model,), state.messages_dropped_total)

@@ -22,9 +22,9 @@ class LimitMetrics(Collector):
         yield GaugeMetricFamily(
             "swiftkv:http_requests_waiting", "Requests that wait to begin", limits.turns.num_waiting
         )
-        yield GaugeMetricFamily("swiftkv:http_body_bytes", "Bytes of bodies that take room", limits.body_bytes)
+        yield GaugeMetricFamily("swiftkv:http_body_bytes", "Bytes of request bodies in memory", limits.body_bytes)
         refused = CounterMetricFamily(
-            "swiftkv:http_refused", "Connections and bodies that the node had no room for", labels=("limit",)
+            "swiftkv:http_refused", "Connections and bodies refused for lack of room, by limit", labels=("limit",)
         )
         refused.add_metric(("max_connections",), limits.num_refused_connections)
         refused.add_metric(("max_bodies",), limits.num_refused_bodies)

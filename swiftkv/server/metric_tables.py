@@ -13,32 +13,34 @@ _TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
 GAUGES: Mapping[str, str] = {
     "vllm:num_requests_running": "Requests in the running batch",
     "vllm:num_requests_waiting": "Requests waiting to be scheduled",
-    "vllm:kv_cache_usage_perc": "Part of the KV blocks in use, 0 to 1",
+    "vllm:kv_cache_usage_perc": "Share of the KV blocks that are in use, from 0 to 1",
     "swiftkv:engine_up": "1 while the model's engine serves",
     "swiftkv:step_time_error_ratio": (
         "Mean of |predicted - measured| / measured time over recent steps; 0 before any was predicted"
     ),
-    "swiftkv:prefill_tokens_per_second": "How fast the engine expects to compute prompts beside what runs now",
+    "swiftkv:prefill_tokens_per_second": (
+        "Prompt tokens a second that the engine expects to compute beside the running requests"
+    ),
 }
 LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
-    "swiftkv:kv_tier_tokens": ("tier", "Tokens whose KV is held, in use or cached, by where it lies"),
+    "swiftkv:kv_tier_tokens": ("tier", "Tokens whose KV is in use or cached, by tier"),
     "swiftkv:expert_load_factor": (
-        "layer", "Mean over maximum of tokens per expert, as last reported; 1 is even. Not counted on GPUs",
+        "layer", "Mean tokens per expert divided by the maximum, as last reported; 1 is even. Not counted on GPUs",
     ),
-    "swiftkv:step_time_seconds": ("term", "Seconds of a step for each of what it depends on, as fitted"),
+    "swiftkv:step_time_seconds": ("term", "Coefficients of the fitted step time, in seconds for one unit of each term"),
 }  # fmt: skip
 """By name: the label beside the model's, and the text."""
 
 COUNTERS: Mapping[str, str] = {
-    "swiftkv:engine_starts": "Times that the model's engine came up",
+    "swiftkv:engine_starts": "Times that the model's engine became ready",
     "vllm:num_preemptions": "Requests preempted and recomputed",
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache",
     "swiftkv:window_missed_tokens": (
-        "Prompt tokens behind a hit that were known, but the sliding-window KV before their end was gone"
+        "Prompt tokens beyond a hit that were cached, but could not be used because their sliding-window KV was gone"
     ),
-    "swiftkv:cuda_graph_hits": "Decode steps that a CUDA graph held",
-    "swiftkv:cuda_graph_misses": "Decode steps on a GPU that no CUDA graph held",
+    "swiftkv:cuda_graph_hits": "Decode steps that ran as a CUDA graph",
+    "swiftkv:cuda_graph_misses": "Decode steps on a GPU that ran without a CUDA graph",
     "vllm:prompt_tokens": "Prompt tokens of admitted requests",
     "vllm:generation_tokens": "Tokens generated",
 }
@@ -47,8 +49,8 @@ LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
     "swiftkv:requests_displaced": (
         "service_tier", "Requests preempted so that one of a higher service tier could begin, by their own tier",
     ),
-    "swiftkv:prefix_hit_tokens": ("tier", "Prompt tokens found in the prefix cache, by where their KV lay"),
-    "swiftkv:requests_refused": ("limit", "Requests that the model had no room for, by the limit they met"),
+    "swiftkv:prefix_hit_tokens": ("tier", "Prompt tokens found in the prefix cache, by the tier that had their KV"),
+    "swiftkv:requests_refused": ("limit", "Requests refused because the model was at a limit, by limit"),
     "vllm:request_success": ("finished_reason", "Requests finished"),
 }  # fmt: skip
 """By name: the label beside the model's, and the text."""
@@ -56,11 +58,13 @@ LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token", FIRST_TOKEN_S),
     "swiftkv:time_to_first_token_forecast_ratio": (
-        "Time to the first token as forecast on arrival, in relation to what it was", _RATIOS,
+        "Time to the first token as forecast on arrival, divided by the actual time", _RATIOS,
     ),
-    "swiftkv:gateway_request_seconds": ("From the end of a request's body until its engine was sent it", _SHORT_S),
+    "swiftkv:gateway_request_seconds": (
+        "From the end of a request's body until the request was sent to its engine", _SHORT_S,
+    ),
     "swiftkv:gateway_first_token_seconds": (
-        "From the end of the step that computed a stream's first token until that was written", _SHORT_S,
+        "From the end of the step that computed a stream's first token until the token was written", _SHORT_S,
     ),
     "vllm:inter_token_latency_seconds": ("Between two tokens of a request", _SHORT_S),
     # vLLM's older name for the same, which dashboards still use.

@@ -77,7 +77,7 @@ class GatewayMetrics:
         }
         self.batch_lines = Counter(
             "swiftkv:batch_lines",
-            "Lines of batches that have run, by what became of them",
+            "Lines of batches that have run, by outcome",
             (*_MODEL, "outcome"),
             registry=registry,
         )
@@ -297,7 +297,7 @@ class _LayerStream(ModelCollector[EngineStats]):
             for name, text in (
                 ("load", "Time of copies from lenders, per step that streams"),
                 ("store", "Time of copies to lenders, per step that streams"),
-                ("exposed", "Time of both that no computing hid, per step that streams"),
+                ("exposed", "Time of these copies for which computing waited, per step that streams"),
             )
         )
         for model, stats in self._by_model.items():
@@ -318,7 +318,7 @@ class _CacheConfigs(ModelCollector[Ready]):
         labels = ("model_name", "block_size", "num_gpu_blocks")
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
-            "Tokens per block, and blocks for whole sequences, wherever they lie",
+            "Tokens per block, and the number of blocks for whole sequences",
             labels=labels,
         )
         for model, ready in self._by_model.items():

@@ -101,7 +101,7 @@ class ProtectedPathsMiddleware:
             if not any(key.is_among(sent) for key in self._keys):
                 text = (
                     "wrong or missing key (node.protect_metrics): send 'Authorization: Bearer <key>' with a key of the "
-                    "models, or that of /admin"
+                    "models, or with the admin key"
                 )
                 await ApiError(401, text, code="invalid_api_key").response(scope["path"])(scope, receive, send)
                 return
@@ -121,7 +121,7 @@ class AdminMiddleware:
             return
         text = (
             "wrong or missing admin key (it is not the models' key): send 'Authorization: Bearer <admin key>' with the "
-            "key that node.admin_key_env names, or else the one in the file that the node named when it started"
+            "key in the variable of node.admin_key_env, or else the one in the file that the node named when it started"
         )
         await ApiError(401, text, code="invalid_admin_key").response()(scope, receive, send)
 
@@ -144,8 +144,8 @@ class HostMiddleware:
             await self.app(scope, receive, send)
             return
         text = (
-            "this node has no API key and answers only to localhost; call it by that name, list the name that you "
-            "called it by in node.allowed_hosts, or set node.api_key_env"
+            "this node has no API key and answers only to localhost; use that name in the URL, add the name that you "
+            "used to node.allowed_hosts, or set node.api_key_env"
         )
         await ApiError(403, text, code="host_not_allowed").response(scope["path"])(scope, receive, send)
 
@@ -202,7 +202,7 @@ class BodyLimitMiddleware:
             if received_bytes > max_bytes:
                 raise HTTPException(413, message)
             if upload_bytes is None and not budget.take(num_bytes):
-                text = "the bodies of other requests take all the room that this node has for them; try again"
+                text = "the bodies of other requests take all the room that this node has (node.max_bodies); try again"
                 raise HTTPException(503, text, {"Retry-After": "1"})
             return event
 

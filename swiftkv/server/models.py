@@ -128,7 +128,7 @@ class ModelHandle:
         """Raise `ApiError` 400 unless the model's task is one of these."""
         if self.task not in tasks:
             message = (
-                f"model '{self.name}' has the task {self.task} (models[].task), and this is for models whose task is "
+                f"model '{self.name}' has the task {self.task} (models[].task), but this is for models whose task is "
                 f"{' or '.join(tasks)}"
             )
             raise ApiError(400, message, param="model", code="wrong_task")
@@ -179,7 +179,7 @@ class ModelTable:
         model = self._models.get(name) or next((each for each in self._models.values() if name in each.names), None)
         if model is None:
             known = ", ".join(self._models)
-            raise ApiError(404, f"no model '{name}'; there is: {known}", param="model", code="model_not_found")
+            raise ApiError(404, f"no model '{name}'; this node has: {known}", param="model", code="model_not_found")
         return model
 
     def own_names(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ class ModelTable:
         if len(self._models) == 1:
             return next(iter(self._models.values()))
         known = ", ".join(self._models)
-        raise ApiError(400, f"field 'model' is required; there is: {known}", param="model", code="missing_field")
+        raise ApiError(400, f"field 'model' is required; this node has: {known}", param="model", code="missing_field")
 
     def engines(self) -> dict[str, EngineView]:
         return {name: model.client.view() for name, model in self._models.items()}

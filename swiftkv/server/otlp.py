@@ -63,7 +63,7 @@ class OtlpSink(Collector):
         self._thread.join(_CLOSE_S)
 
     def collect(self) -> Iterable[Metric]:
-        traces = CounterMetricFamily("swiftkv:traces", "Traces of requests, by what became of them", labels=["outcome"])
+        traces = CounterMetricFamily("swiftkv:traces", "Traces of requests, by outcome", labels=["outcome"])
         traces.add_metric(["sent"], self.num_sent)
         traces.add_metric(["dropped"], self.num_dropped)
         yield traces
@@ -90,7 +90,7 @@ class OtlpSink(Collector):
         """Count traces that were not sent, and log it unless those before them were lost, too."""
         self.num_dropped += len(traces)
         if not self._has_failed:
-            logger.warning("%s; swiftkv:traces_total counts", why, exc_info=has_error)
+            logger.warning("%s; swiftkv:traces_total counts them", why, exc_info=has_error)
         self._has_failed = True
 
     def _taken(self) -> Iterator[RequestTrace]:

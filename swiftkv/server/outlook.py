@@ -166,7 +166,7 @@ class Outlook:
         """Raise `ApiError` 429 if too many prompt tokens wait."""
         if self.queued.is_full:
             num_tokens, most = self.queued.num_tokens, self.queued.max_tokens
-            raise self.busy("max_num_queued_tokens", f"has {num_tokens} prompt tokens waiting, of {most}")
+            raise self.busy("max_num_queued_tokens", f"has {num_tokens} of at most {most} prompt tokens waiting")
 
     def busy(self, limit: str, reason: str) -> ApiError:
         """Return the refusal of a request that met `limit`; `reason` completes "model 'x' …"."""

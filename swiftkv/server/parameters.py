@@ -20,5 +20,5 @@ async def no_unknown_parameters(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             shown = name[:SHOWN_CHARS]
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ApiError(400, f"parameter '{shown}' is not known here: {takes}", param=shown)
+            takes = f"this path takes {', '.join(known)}" if known else "this path takes none"
+            raise ApiError(400, f"parameter '{shown}' is not supported; {takes}", param=shown)

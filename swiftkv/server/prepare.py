@@ -101,8 +101,8 @@ async def _rendered(model: ModelHandle, body: ChatBody, num_bytes: int) -> str |
         return None
     if model.templates is None:
         message = (
-            "field 'chat_template' is not supported: this model takes no templates from requests, unless "
-            "models[].trust_request_chat_template allows it"
+            "field 'chat_template' is not supported: this model takes no templates from requests; to allow them, set "
+            "models[].trust_request_chat_template"
         )
         raise ApiError(400, message, param="chat_template", code="unsupported_field")
     source = await model.threads.run(
@@ -143,7 +143,7 @@ def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list
         return [
             tools.grammar(model.tokenizer)
         ]  # the format is for text, and the answer is calls: agents send both in every turn
-    message = f"field 'tool_choice' asks for a call, and field '{asked.field}' for another answer: give one"
+    message = f"field 'tool_choice' asks for a call, but field '{asked.field}' for another answer: give one"
     raise ApiError(400, message, param="tool_choice")
 
 
@@ -205,7 +205,10 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         if not message.says_something:
             field = f"messages.{index}.content"
             raise ApiError(
-                400, f"field '{field}' is required, except beside 'tool_calls'", param=field, code="missing_field"
+                400,
+                f"field '{field}' is required unless the message has 'tool_calls'",
+                param=field,
+                code="missing_field",
             )
     return [message.for_template() for message in messages]
 

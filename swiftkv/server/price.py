@@ -120,14 +120,14 @@ def check_json(body: bytes) -> None:
     """
     shape = json_shape(body)
     if shape.depth > LIMITS.json_depth:
-        raise ApiError(400, f"the body is nested {shape.depth} deep; at most {LIMITS.json_depth} is taken")
+        raise ApiError(400, f"the body is nested {shape.depth} levels deep; at most {LIMITS.json_depth} are allowed")
     for amount, limit, what in (
         (shape.values, LIMITS.json_values, "JSON values"),
         (shape.containers, LIMITS.json_containers, "JSON arrays and objects"),
         (shape.strings, LIMITS.json_strings, "JSON strings and keys"),
     ):
         if amount > limit:
-            message = f"the body holds {amount} {what}; at most {limit} are taken"
+            message = f"the body holds {amount} {what}; at most {limit} are allowed"
             raise ApiError(413, message, code="body_too_complex")
 
 
@@ -147,7 +147,7 @@ def check_grammar(field: str, text: str, *, is_json: bool) -> None:
     _check(len(content), LIMITS.grammar_bytes, field, "bytes of grammar")
     if is_json:
         shape = json_shape(content)
-        _check(shape.depth, LIMITS.grammar_depth, field, "levels of arrays and objects in each other")
+        _check(shape.depth, LIMITS.grammar_depth, field, "nested levels of arrays and objects")
         _check(shape.values, LIMITS.grammar_values, field, "JSON values in a grammar")
 
 
@@ -182,8 +182,8 @@ def check_text_lengths(field: str, num_tokens: Sequence[int], max_model_len: int
     longest = max(num_tokens)
     if longest >= max_model_len:
         message = (
-            f"field '{field}': text {num_tokens.index(longest)} comes to {longest} tokens; at most {max_model_len - 1} "
-            "are taken by this model"
+            f"field '{field}': text {num_tokens.index(longest)} has {longest} tokens; this model takes at most "
+            f"{max_model_len - 1}"
         )
         raise ApiError(400, message, param=field, code="context_length_exceeded")
 
@@ -241,5 +241,5 @@ class Generating:
 
 def _check(amount: int, limit: int, field: str, what: str, *, status: int = 400) -> None:
     if amount > limit:
-        message = f"field '{field}' asks for {amount} {what}; at most {limit} are taken"
+        message = f"field '{field}' comes to {amount} {what}; at most {limit} are allowed"
         raise ApiError(status, message, param=field, code="limit_exceeded")

@@ -54,7 +54,7 @@ LogitBias = Annotated[
 Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(AtMost(LIMITS.metadata))]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 CacheRetention = Literal["in_memory", "24h"]
-RETENTION = "With `24h` and storage the prompt is stored when the request ends, whatever `write_policy` waits for"
+RETENTION = "With `24h` and storage the prompt is stored when the request ends, even if `write_policy` would wait"
 
 
 class ModelBody(Body):
@@ -107,9 +107,9 @@ class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs call their tokens `token_id:7`")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Logprobs write their tokens as `token_id:7`")
     include_stop_str_in_output: bool | None = Field(
-        None, description="The text shows the stop string or stop token that ended it"
+        None, description="The text includes the stop string or stop token that ended it"
     )
     service_tier: WantedTier | None = None
 
@@ -193,7 +193,7 @@ class TextPart(Body):
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=LIMITS.content_parts)] | None = Field(
-        None, description="Required, except beside `tool_calls` or `reasoning_content`"
+        None, description="Required unless there are `tool_calls` or `reasoning_content`"
     )
     name: Label | None = None
     refusal: Annotated[None, Unsupported("")] = None
@@ -252,8 +252,8 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
-    reasoning_effort: ReasoningEffort | None = Field(None, description="Where the chat template takes it")
-    include_reasoning: bool | None = Field(None, description="`false`: the answer is told without its reasoning")
+    reasoning_effort: ReasoningEffort | None = Field(None, description="Only where the chat template takes it")
+    include_reasoning: bool | None = Field(None, description="`false`: the answer leaves out its reasoning")
 
     functions: Annotated[None, Unsupported([])] = None
     function_call: Annotated[None, Unsupported("none", "auto")] = None
@@ -273,7 +273,7 @@ class PromptBody(ModelBody, TemplateFields, ToolFields):
 
     prompt: Text | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(None, description="`true` not beside `messages`")
+    add_special_tokens: bool | None = Field(None, description="`true` only with `prompt`")
 
 
 class TokenizeBody(PromptBody):

@@ -64,7 +64,7 @@ def check_grammar_fields(body: GenerationBody) -> None:
         ApiError: 400.
     """
     if body.ignore_eos:
-        raise ApiError(400, "field 'ignore_eos': an answer that a grammar holds ends with it", param="ignore_eos")
+        raise ApiError(400, "field 'ignore_eos' cannot be set: a grammar ends the answer", param="ignore_eos")
 
 
 def stop_rules(body: GenerationBody) -> StopRules:
@@ -104,7 +104,7 @@ def prompt_bytes(model: ModelHandle, prompt: Sequence[int], field: str) -> bytes
         ApiError: 400 if `field` has no token, or one that is not the model's.
     """
     if not prompt:
-        raise ApiError(400, f"field '{field}' comes to no tokens", param=field)
+        raise ApiError(400, f"field '{field}' has no tokens", param=field)
     ids = np.asarray(prompt, "<i4")
     _check_vocabulary(model, int(ids.max()), field)
     return ids.tobytes()
@@ -116,7 +116,11 @@ def _sampling_params(
     max_tokens = _max_tokens(model, body, num_prompt_tokens)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
-        raise ApiError(400, f"field 'min_tokens' is {min_tokens}, more than {max_tokens} tokens", param="min_tokens")
+        raise ApiError(
+            400,
+            f"field 'min_tokens' is {min_tokens}, more than the {max_tokens} tokens that may be generated",
+            param="min_tokens",
+        )
     defaults = model.defaults
     temperature = defaults.temperature if body.temperature is None else body.temperature
     return SamplingParams(
@@ -201,7 +205,7 @@ def _stop_token_ids(model: ModelHandle, body: GenerationBody) -> list[int]:
 def _check_vocabulary(model: ModelHandle, token_id: int, field: str) -> None:
     if token_id >= model.vocab_size:
         raise ApiError(
-            400, f"field '{field}': token id {token_id} is not in the model's vocabulary of {model.vocab_size}",
+            400, f"field '{field}': token id {token_id} is not in the model's vocabulary of {model.vocab_size} tokens",
             param=field,
         )  # fmt: skip
 

@@ -61,6 +61,8 @@ def sampling_defaults(setting: str, checkpoint: Path, directory: Path) -> Sampli
     try:
         found = msgspec.json.decode(content, type=_File)
     except msgspec.DecodeError as error:
-        raise CheckpointError(f"generation_config: {file}: {error}; mend it, or write vllm to ignore it") from None
+        raise CheckpointError(
+            f"generation_config: {file}: {error}; correct the file, or write vllm to ignore it"
+        ) from None
     said = {name: value for name, value in msgspec.structs.asdict(found).items() if value is not None}
     return SamplingDefaults(**said)

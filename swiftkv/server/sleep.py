@@ -61,14 +61,14 @@ class Sleeper:
         if level == 1 and not self._can_stay:
             raise ApiError(400, f"model '{name}' has several ranks, and sleeps at level 2 only", param="level")
         if self._changing.locked():
-            raise self._refused(f"is {status.state}; try again when it is not", retry_after_s=_BUSY_RETRY_S)
+            raise self._refused(f"is {status.state}; try again later", retry_after_s=_BUSY_RETRY_S)
         async with self._changing:
             if status.state is EngineState.ASLEEP:
                 if level == 2:
                     await self._end()
                 return
             if not status.go_to_sleep():
-                raise self._refused(f"is {status.state}, and only one that serves can be put to sleep")
+                raise self._refused(f"is {status.state}; only a model that serves can be put to sleep")
             try:
                 await self._empty(timeout_s, now)
                 if level == 1:
@@ -140,8 +140,8 @@ class Sleeper:
             timeout_s = max(timeout_s, 1.0)
         if not await self._client.until_idle(timeout_s):
             raise self._refused(
-                f"has {self._client.num_in_flight} sequences in flight after {timeout_s:g} s, and stays awake; wait "
-                "longer, or abort them: now=true (swiftkv models sleep --now)",
+                f"has {self._client.num_in_flight} sequences in flight after {timeout_s:g} s, so it stays awake; wait "
+                "longer, or abort them with now=true (swiftkv models sleep --now)",
                 code="in_flight",
                 retry_after_s=_BUSY_RETRY_S,
             )

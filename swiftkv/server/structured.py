@@ -22,7 +22,7 @@ class JsonSchemaFormat(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Label | None = None
     schema_: Annotated[JsonSchema | None, Field(alias="schema", description="Left out: any JSON object")] = None
-    strict: bool | None = Field(None, description="The schema holds the answer in either case")
+    strict: bool | None = Field(None, description="The schema constrains the answer in either case")
 
 
 class ResponseFormat(Body):
@@ -38,7 +38,9 @@ class StructuredOutputs(Body):
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = Field(None, description="Lark or GBNF")
-    whitespace_pattern: Label | None = Field(None, description="Of `json` and `json_object`: a regular expression")
+    whitespace_pattern: Label | None = Field(
+        None, description="A regular expression for the whitespace of `json` and `json_object`"
+    )
     disable_any_whitespace: bool | None = None
     disable_fallback: Annotated[None, Unsupported(False, True)] = None
     disable_additional_properties: Annotated[None, Unsupported(False)] = None
@@ -74,7 +76,7 @@ def asked_grammar(body: StructuredFields) -> AskedGrammar | None:
     first, others = found[0], [asked for asked in found if asked.source != found[0].source]
     if others:
         fields = " and ".join(f"'{asked.field}'" for asked in [first, *others])
-        raise ApiError(400, f"fields {fields} cannot hold one answer together: give one", param=others[0].field)
+        raise ApiError(400, f"fields {fields} cannot constrain one answer together: give one", param=others[0].field)
     return first
 
 
@@ -102,11 +104,11 @@ def _of_structured_outputs(body: StructuredFields) -> Iterator[AskedGrammar]:
         return
     if wanted.disable_any_whitespace and wanted.whitespace_pattern is not None:
         field = "structured_outputs.whitespace_pattern"
-        raise ApiError(400, f"field '{field}' does not go with 'disable_any_whitespace': give one", param=field)
+        raise ApiError(400, f"field '{field}' excludes 'disable_any_whitespace': give one", param=field)
     whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern
     if whitespace is not None and wanted.json_ is None and not wanted.json_object:
         name = "disable_any_whitespace" if wanted.disable_any_whitespace else "whitespace_pattern"
-        raise _without(f"structured_outputs.{name}", "'json' or 'json_object' beside it")
+        raise _without(f"structured_outputs.{name}", "'json' or 'json_object'")
     if wanted.json_ is not None:
         yield _json("structured_outputs.json", wanted.json_, whitespace)
     if wanted.json_object:
@@ -118,7 +120,7 @@ def _of_guided(body: StructuredFields) -> Iterator[AskedGrammar]:
     if body.guided_json is not None:
         yield _json("guided_json", body.guided_json, body.guided_whitespace_pattern)
     elif body.guided_whitespace_pattern is not None:
-        raise _without("guided_whitespace_pattern", "'guided_json' beside it")
+        raise _without("guided_whitespace_pattern", "'guided_json'")
     yield from _of_texts("guided_", body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
@@ -133,7 +135,7 @@ def _of_texts(prefix: str, regex: str | None, choice: list[str] | None, grammar:
 
 def _without(field: str, other: str) -> ApiError:
     """Return the error for a field that does nothing without another one."""
-    return ApiError(400, f"field '{field}' is only for {other}", param=field)
+    return ApiError(400, f"field '{field}' has no effect without {other}", param=field)
 
 
 def _json(field: str, schema: JsonSchema | str, whitespace: str | None = None) -> AskedGrammar:
@@ -155,7 +157,7 @@ def encoded(value: object, field: str) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (RecursionError, UnicodeEncodeError):
-        raise ApiError(400, f"field '{field}' is nested too deeply, or has half a character", param=field) from None
+        raise ApiError(400, f"field '{field}' is nested too deeply, or has a lone surrogate", param=field) from None
 
 
 def _asked(field: str, kind: GrammarKind, text: str, whitespace: str | None = None) -> AskedGrammar:

@@ -48,7 +48,9 @@ class TemplateRenderer:
             rendered = self._decoder.decode(await self._child.ask(msgspec.msgpack.encode(source)))
         except ChildEndedError as ended:
             logger.warning("the process that renders chat templates of requests %s", ended)
-            rendered = Rendered(why=f"takes more memory or time than it may: the process that rendered it {ended}")
+            rendered = Rendered(
+                why=f"it takes more memory or time than is allowed: the process that rendered it {ended}"
+            )
         if rendered.text is None:
             raise ApiError(400, f"field 'chat_template': {rendered.why}", param="chat_template")
         return rendered.text

@@ -48,14 +48,17 @@ def templating(body: TemplateFields, chat_template: str, reasoning_effort: Reaso
     """
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
-        message = "field 'continue_final_message' goes on with the last message, 'add_generation_prompt' begins another"
+        message = (
+            "field 'continue_final_message' goes on with the last message, but 'add_generation_prompt' begins another: "
+            "give one"
+        )
         raise ApiError(400, message, param="continue_final_message")
     variables = dict(body.chat_template_kwargs or {})
     if variables:
         try:
             num_bytes = len(msgspec.json.encode(variables))
         except UnicodeEncodeError:
-            message = "field 'chat_template_kwargs' has half of a surrogate pair"
+            message = "field 'chat_template_kwargs' has a lone surrogate, which is not valid Unicode"
             raise ApiError(400, message, param="chat_template_kwargs") from None
         check_template_variables(num_bytes)
     if reasoning_effort is not None:

@@ -26,7 +26,7 @@ class TenantMetrics:
             registry=self.registry,
         )  # fmt: skip
         self._tokens = Counter(
-            "swiftkv:tenant_tokens", "Tokens of a tenant's requests that ended, of prompts and of answers",
+            "swiftkv:tenant_tokens", "Tokens of prompts and answers of a tenant's requests that ended",
             (*_LABELS, "kind"), registry=self.registry,
         )  # fmt: skip
         self._first_token = Histogram(

@@ -56,7 +56,7 @@ class BoundedThreads:
             self._bytes_waiting -= num_bytes
         if self._is_closed:
             self._free.release()
-            raise ApiError(503, f"nobody waits for {self._purpose} any more: try again", retry_after_s=_BUSY_RETRY_S)
+            raise ApiError(503, f"{self._purpose} has stopped; try again", retry_after_s=_BUSY_RETRY_S)
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         future.add_done_callback(self._ended)
         return await asyncio.shield(future)

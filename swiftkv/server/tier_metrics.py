@@ -16,7 +16,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "loads": ("Prompts for which something was read", "loads_total"),
-    "loads_late": ("Prompts that did not wait for storage to the end", "loads_late_total"),
+    "loads_late": ("Prompts that stopped waiting for storage, because it took too long", "loads_late_total"),
     "loads_declined": ("Prompts that were computed because storage was expected to be slower", "loads_declined_total"),
     "loaded_bytes": ("Bytes read from storage", "loaded_bytes_total"),
     "stored_bytes": ("Bytes written to storage", "stored_bytes_total"),
@@ -52,7 +52,7 @@ class TierMetrics(ModelCollector[TierStats]):
         levels = [(model, level) for model, stats in self._by_model.items() for level in stats.levels]
         degraded = GaugeMetricFamily(
             "swiftkv:tier_degraded",
-            "1 while the tier is left alone, because it failed or was slow too often, or while a call to it hangs",
+            "1 while the tier is not used, because it failed or was slow too often, or because a call to it hangs",
             labels=_LABELS,
         )
         for model, level in levels:
@@ -65,7 +65,7 @@ class TierMetrics(ModelCollector[TierStats]):
             yield counter
         failures = CounterMetricFamily(
             "swiftkv:tier_failures",
-            "Blocks that were not read or written, by what was tried and what came of it",
+            "Blocks that were not read or written, by operation and status",
             labels=(*_LABELS, "operation", "status"),
         )
         for model, level in levels:

@@ -272,11 +272,11 @@ class Tokenizer:
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Templating]:
         """Check the input of a template, and break special tokens in it if they are to be text."""
         if taken := sorted(_NOT_VARIABLES.intersection(given.variables)):
-            message = f"field 'chat_template_kwargs': {taken[0]!r} is no variable of the chat template"
+            message = f"field 'chat_template_kwargs': {taken[0]!r} is not a variable of the chat template"
             raise ApiError(400, message, param="chat_template_kwargs")
         if given.continues and messages[-1].get("tool_calls"):  # templates write them behind the place to go on at
             message = (
-                "field 'continue_final_message': the last message calls tools, and no answer can go on with that; send "
+                "field 'continue_final_message': the last message calls tools, so no answer can go on with it; send "
                 "the results of its calls, or leave the calls out"
             )
             raise ApiError(400, message, param="continue_final_message")
@@ -314,7 +314,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError:  # schemas and arguments of tools were not checked before
-            message = "the messages, tools or variables of the template have half of a surrogate pair"
+            message = (
+                "the messages, tools or variables of the template have a lone surrogate, which is not valid Unicode"
+            )
             raise ApiError(400, message, param="messages") from None
         return text
 
@@ -386,7 +388,7 @@ def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:
-        raise CheckpointError(f"{path}: the chat template, line {error.lineno}: {error.message}; mend it") from None
+        raise CheckpointError(f"{path}: the chat template, line {error.lineno}: {error.message}; correct it") from None
     except _REFUSALS:
         pass
 

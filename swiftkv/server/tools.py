@@ -144,8 +144,8 @@ class ToolUse:
         if opening is None or (token is None and self.parser.opens_with_token):
             name = next(name for name, parser in TOOL_PARSERS.items() if parser is self.parser)
             message = (
-                f"field 'tool_choice': auto does not go with field '{asked.field}' on this model, whose calls "
-                f"(tool_parser: {name}) a grammar cannot tell from other answers; send required, a function or none"
+                f"field 'tool_choice': auto cannot be used with field '{asked.field}': a grammar cannot tell this "
+                f"model's calls (tool_parser: {name}) from other answers; send required, a function or none"
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_field")
         rules, tags = self._rules(), self._tags(tokenizer)
@@ -178,13 +178,13 @@ def tool_use(parser: type[ToolParser] | None, body: ToolFields, *, is_held: bool
     choice = body.tool_choice or "auto"
     if not body.tools:
         if choice not in ("none", "auto"):
-            raise ApiError(400, "field 'tool_choice' asks for a call, and field 'tools' is empty", param="tool_choice")
+            raise ApiError(400, "field 'tool_choice' asks for a call, but field 'tools' is empty", param="tool_choice")
         return None
     if choice == "none":
         return None
     if parser is None:
         message = (
-            "field 'tools': it is not known how this model writes calls, or its chat template takes none; set "
+            "field 'tools': it is not known how this model writes calls, or its chat template takes no tools; set "
             "models[].tool_parser, or send tool_choice: none"
         )
         raise ApiError(400, message, param="tools")

@@ -21,7 +21,7 @@ class TruncationFields(Body):
     )
     truncation_side: TruncationSide | None = Field(
         None,
-        description="The side that `truncate_prompt_tokens` cuts off; left out: `left`, of embeddings and scores "
+        description="The side that `truncate_prompt_tokens` cuts off; default: `left`, for embeddings and scores "
         "`right`",
     )
 

@@ -57,7 +57,7 @@ class WakingStream(StreamingResponse):
 
     def _comment(self) -> bytes:
         client = self._model.client
-        words = f"model '{client.name}' wakes up"
+        words = f"model '{client.name}' is waking up"
         if (loading := client.load_meter.view(client.state)) is not None:
             words += ": " + loading_words(loading.loaded_bytes, loading.total_bytes, loading.left_s)
         return f": {words}\n\n".encode()

@@ -135,12 +135,12 @@ def test_a_crash_loop_ends_and_the_others_serve(node: NodeProcess) -> None:
     assert refused.status_code == 503
     assert "retry-after" in refused.headers
     assert refused.json()["error"]["message"] == (
-        "model 'doomed' is down and is not started again by itself: its engine was killed by SIGKILL"
+        "model 'doomed' is down until you start it (swiftkv models start doomed): its engine was killed by SIGKILL"
     )
     assert complete(node, "steady").status_code == 200
     assert "doomed" not in node.engines()
     started = CliRunner().invoke(app, ["models", "start", "doomed", "--url", node.url])
-    assert started.stdout == "doomed is being started; `swiftkv status` tells when it serves\n"
+    assert started.stdout == "doomed is being started; `swiftkv status` shows when it serves\n"
     node.wait_line("doomed: serves again")
     assert complete(node, "doomed").status_code == 200
     again = CliRunner().invoke(app, ["models", "start", "doomed", "--url", node.url])
@@ -261,7 +261,7 @@ def test_a_node_waits_until_the_last_one_at_its_port_has_stopped(
         last.process.send_signal(signal.SIGTERM)
         last.wait_line("stopping: up to 3600 s for 1 sequences in flight")
         node = ends.enter_context(NodeProcess(settings, tmp_path, temporary, wait=False))
-        node.wait_line(f"waiting for the node that has had port {settings['node']['port']} to stop, for 3630 s")
+        node.wait_line(f"waiting up to 3630 s for the node that had port {settings['node']['port']} to stop")
         engine.send_signal(signal.SIGCONT)
         last.process.send_signal(signal.SIGTERM)
         *_, end = stream.events

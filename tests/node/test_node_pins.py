@@ -63,7 +63,7 @@ def test_a_pinned_prompt_stays_in_the_pool_until_it_is_unpinned(node: NodeProces
     assert ask(node, kept)[1] == 200 // BLOCK * BLOCK
     assert ask(node, other)[1] == 0
     assert f"chat keeps 192 tokens: pin {made[1]}" in steer(node, "show")
-    assert steer(node, "unpin", "chat", made[1]) == f"chat has ended pin {made[1]}\n"
+    assert steer(node, "unpin", "chat", made[1]) == f"chat: pin {made[1]} is removed\n"
     fill(node, 6, 7, 8)
     assert ask(node, kept)[1] == 0
     assert "pin" not in steer(node, "show")
@@ -76,7 +76,7 @@ def test_a_chat_that_nobody_has_pinned_by_its_request_stays(node: NodeProcess, t
     file.write_text(json.dumps(body))
     before = CliRunner().invoke(app, ["cache", "pin", "--model", "chat", "--prompt", str(file), "--url", node.url])
     assert before.exit_code == 1
-    assert "none of the prompt lies in the model's own pool now" in before.stderr
+    assert "no whole block of the prompt is in the model's own pool now" in before.stderr
     num_tokens = chat(node, body)[0]
     made = steer(node, "pin", "--model", "chat", "--prompt", str(file))
     num_kept = num_tokens // BLOCK * BLOCK
@@ -96,4 +96,4 @@ def chat(node: NodeProcess, body: dict[str, Any]) -> tuple[int, int]:
 def test_a_pin_names_a_request_that_the_node_remembers(node: NodeProcess) -> None:
     done = CliRunner().invoke(app, ["cache", "pin", "nobody", "--url", node.url])
     assert done.exit_code != 0
-    assert "no request 'nobody' has begun of late" in done.stderr
+    assert "no recent request has the id 'nobody'" in done.stderr

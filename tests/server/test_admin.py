@@ -167,9 +167,9 @@ def test_a_budget_lowered_recalls_and_one_raised_lends(
         ("101%", "code", 400, "field 'budget': must be"),
         ("9" * 400 + "TiB", "code", 400, "field 'budget': must be"),
         ("65MiB", "code", 400, "65MiB is more than the pool of 'code', 64MiB; 100% is the most"),
-        ("13MiB", "code", 400, "model 'code' refuses: thirteen is unlucky"),
+        ("13MiB", "code", 400, "model 'code' refuses the budget: thirteen is unlucky"),
         ("50%", "chat", 409, "model 'chat' is a master"),
-        ("50%", "cod", 404, "no model 'cod'; there is: chat, code"),
+        ("50%", "cod", 404, "no model 'cod'; this node has: chat, code"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_reason(
@@ -246,7 +246,7 @@ def test_an_engine_that_is_stopped_is_503_in_time(lending_gateway: Gateway, monk
         refused = patch(lending_gateway, "25%")
         assert http.get("/metrics").status_code == 200
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert "does not answer about lending within 0.2 s" in refused.json()["error"]["message"]
+    assert "did not answer about lending within 0.2 s" in refused.json()["error"]["message"]
     assert lending_gateway.budgets["code"] == [POOL_BYTES // 4]  # it will hold, and outlive the engine
     wait_for("what was asked to be done", lambda: lent_bytes(lending_gateway) == POOL_BYTES // 4)
 

@@ -204,7 +204,7 @@ def test_an_input_file_that_is_gone_is_an_error_of_its_batch(tmp_path: Path) -> 
     assert InputCheck(1, batch, StorageLimits(), {}).go_on(store)
     errors = store.batch("batch-a").errors
     assert errors is not None
-    assert errors.data[0].message == "the input file is gone"
+    assert errors.data[0].message == "the input file was deleted"
     store.close()
 
 
@@ -259,7 +259,7 @@ def test_storage_that_fails_at_its_end_is_closed_with_a_line(tmp_path: Path, cap
         await storage.close()
 
     asyncio.run(run())
-    assert "files and batches were not closed in order" in caplog.text
+    assert "the database of files and batches was not closed properly" in caplog.text
 
 
 def test_closing_is_given_up_while_the_disk_hangs(tmp_path: Path) -> None:

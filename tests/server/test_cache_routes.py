@@ -79,10 +79,10 @@ def test_a_request_that_is_not_known(own_gateway: Gateway) -> None:
     with own_gateway.admin() as http:
         answer = http.get("/admin/cache/requests/nobody")
     assert answer.status_code == 404
-    assert "no request 'nobody' has begun of late" in answer.json()["error"]["message"]
+    assert "no recent request has the id 'nobody'" in answer.json()["error"]["message"]
     refused = run(own_gateway, "why", "nobody")
     assert refused.exit_code == 1
-    assert "no request 'nobody'" in refused.stderr
+    assert "no recent request has the id 'nobody'" in refused.stderr
 
 
 def test_every_reason_has_a_meaning() -> None:
@@ -159,7 +159,7 @@ def test_a_prompt_to_pin_that_is_none_is_refused(own_gateway: Gateway, body: dic
 def test_a_pin_of_two_things_or_none(own_gateway: Gateway, arguments: tuple[str, ...]) -> None:
     refused = run(own_gateway, "pin", *arguments)
     assert refused.exit_code == 2
-    assert "name either a request, or a model and a prompt" in refused.stderr
+    assert "name either a REQUEST, or a model and a prompt" in refused.stderr
 
 
 @pytest.mark.parametrize("time_to_live", ["1", "long", "1.5h", "90s&ttl=1h"])
@@ -190,7 +190,7 @@ def test_a_prompt_is_pinned_shown_and_unpinned(own_gateway: Gateway) -> None:
         assert http.post("/admin/cache/requests/nobody/pin").status_code == 404
         assert http.post("/admin/cache/requests/to-keep/pin?ttl=long").status_code == 400
         assert http.delete("/admin/cache/nobody/pins/1").status_code == 404
-    assert run(own_gateway, "unpin", "code", "1").stdout == "code has ended pin 1\n"
+    assert run(own_gateway, "unpin", "code", "1").stdout == "code: pin 1 is removed\n"
     again = run(own_gateway, "unpin", "code", "1")
     assert again.exit_code == 1
     assert "model 'code': there is no pin 1" in again.stderr

@@ -88,7 +88,7 @@ def test_a_chat_template_that_is_none_is_a_mistake_of_the_checkpoint(tmp_path: P
     """One that refuses a message is left: it may take others."""
     train_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(CheckpointError, match=r"chat template, line 1: .*; mend it"):
+    with pytest.raises(CheckpointError, match=r"chat template, line 1: .*; correct it"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('a system prompt first') }}")
     assert "system prompt" in Tokenizer.from_pretrained(tmp_path).chat_template

@@ -75,7 +75,7 @@ def test_set_and_show(lending_gateway: Gateway) -> None:
         ("code", "1TiB", 1, "1TiB is more than the pool of 'code', 64MiB; 100% is the most"),
         ("chat", "50%", 1, "model 'chat' is a master"),
         ("no/such?", "50%", 1, "no such path"),
-        ("cod", "50%", 1, "no model 'cod'; there is: chat, code"),
+        ("cod", "50%", 1, "no model 'cod'; this node has: chat, code"),
     ],
 )
 def test_what_cannot_be_set_is_a_line_on_stderr(

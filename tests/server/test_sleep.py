@@ -141,9 +141,7 @@ def test_a_model_that_sleeps_says_so_and_answers_as_before_when_it_is_awake(gate
     assert refused.status_code == 503
     assert int(refused.headers["Retry-After"]) > 0
     assert refused.json()["error"]["code"] == "model_asleep"
-    assert refused.json()["error"]["message"] == (
-        "model 'code' is asleep until somebody wakes it: swiftkv models wake code"
-    )
+    assert refused.json()["error"]["message"] == ("model 'code' is asleep; wake it with: swiftkv models wake code")
     assert complete(gateway, "chat").status_code == 200
     with gateway.admin() as http:
         ready = http.get("/ready")
@@ -210,8 +208,8 @@ def test_a_stream_that_asks_is_told_how_far_the_model_is_that_it_wakes(own_gatew
     admin(own_gateway, "chat/sleep?level=1").raise_for_status()
     with own_gateway.engines["chat"].standing_still():
         woken = lines(4)
-        assert next(woken) == ": model 'chat' wakes up"
-        assert next(woken) == ": model 'chat' wakes up: 0B of 0B of weights loaded"
+        assert next(woken) == ": model 'chat' is waking up"
+        assert next(woken) == ": model 'chat' is waking up: 0B of 0B of weights loaded"
     rest = [line for line in woken if not line.startswith(":")]
     assert len(rest) == len(awake)
     assert rest[-1] == "data: [DONE]"
@@ -235,7 +233,7 @@ def test_sleep_waits_for_requests_in_flight_and_gives_up_or_aborts_them(own_gate
     with streaming(own_gateway, "code", max_tokens=3000) as events:
         kept = admin(own_gateway, "code/sleep?timeout=50ms")
         assert (kept.status_code, kept.json()["error"]["code"]) == (409, "in_flight")
-        assert "has 1 sequences in flight after 0.05 s, and stays awake" in kept.json()["error"]["message"]
+        assert "has 1 sequences in flight after 0.05 s, so it stays awake" in kept.json()["error"]["message"]
         assert state(own_gateway, "code") is EngineState.READY
         assert complete(own_gateway, "code").status_code == 200
         assert admin(own_gateway, "code/sleep?now=true").json()["state"] == "asleep"
@@ -267,8 +265,8 @@ def test_an_engine_that_is_killed_in_its_sleep_leaves_the_model_asleep(own_gatew
         ("code/sleep?level=3", 400, "field 'level'"),
         ("code/sleep?timeout=soon", 400, "field 'timeout': write a duration such as 90s, 30m or 24h"),
         ("code/sleep?now=yes", 400, "field 'now'"),
-        ("code/sleep?levle=2", 400, "parameter 'levle' is not known here: it takes level, now, timeout"),
-        ("code/wake?now=true", 400, "parameter 'now' is not known here"),
+        ("code/sleep?levle=2", 400, "parameter 'levle' is not supported; this path takes level, now, timeout"),
+        ("code/wake?now=true", 400, "parameter 'now' is not supported"),
         ("nobody/wake", 404, "no model 'nobody'"),
     ],
 )
@@ -283,7 +281,7 @@ def test_a_model_that_is_down_cannot_be_put_to_sleep(own_gateway: Gateway) -> No
     own_gateway.call(lambda: own_gateway.clients["code"].engine_down("ended with code 3", state=EngineState.DOWN))
     answer = admin(own_gateway, "code/sleep")
     assert answer.status_code == 409
-    assert "is down, and only one that serves" in answer.json()["error"]["message"]
+    assert "is down; only a model that serves" in answer.json()["error"]["message"]
     assert admin(own_gateway, "code/wake").status_code == 503
 
 

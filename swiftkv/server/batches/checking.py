@@ -37,7 +37,7 @@ class InputCheck:
         try:
             part = list(islice(self._lines, _LINES_IN_PART))
         except FileNotFoundError:
-            return self._fail(store, LineError("invalid_input_file", "the input file is gone"))
+            return self._fail(store, LineError("invalid_input_file", "the input file was deleted"))
         self._num_lines += len(part)
         taken = store.add_lines(self._number, [line for line in part if isinstance(line, CheckedLine)])
         self._errors += [line for line in part if isinstance(line, LineError)]

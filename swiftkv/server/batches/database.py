@@ -39,7 +39,9 @@ def open_database(path: Path) -> sqlite3.Connection:
         version = _prepare(database)
     except sqlite3.DatabaseError as error:
         database.close()
-        raise ConfigError(f"node.state_dir: {path} cannot be read: {error}; move it away to begin anew") from None
+        raise ConfigError(
+            f"node.state_dir: {path} cannot be read: {error}; move it away to start with an empty one"
+        ) from None
     if version > _VERSION:
         database.close()
         raise ConfigError(f"node.state_dir: {path} was written by a later version of swiftkv; name another directory")

@@ -81,7 +81,7 @@ def check_line(
 
 def duplicate(line: CheckedLine) -> LineError:
     """Return the error of a line whose custom_id another line has."""
-    message = f"The custom_id {line.custom_id[:64]!r} is that of another line; it must be unique in a batch"
+    message = f"The custom_id {line.custom_id[:64]!r} is used by another line; it must be unique in a batch"
     return _error("duplicate_custom_id", line.number, message, "custom_id")
 
 
@@ -104,9 +104,7 @@ def parse_line(text: bytes) -> ChatBody | CompletionBody:
         line = msgspec.json.decode(text, type=_Line)
         body_type = ENDPOINTS[line.url]
     except (msgspec.DecodeError, KeyError):
-        raise ApiError(
-            400, "the line is not what it was when the batch was checked", code="invalid_json_line"
-        ) from None
+        raise ApiError(400, "the line has changed since the batch was checked", code="invalid_json_line") from None
     body = parse_body(bytes(line.body), body_type)
     if body.stream:
         raise ApiError(400, "field 'stream' is not supported in a batch", param="stream", code="unsupported_field")

@@ -31,10 +31,10 @@ _BINARY = "application/octet-stream"
 
 FileId = Annotated[str, Path(description="Id of the file", max_length=256)]
 BatchId = Annotated[str, Path(description="Id of the batch", max_length=256)]
-After = Annotated[str | None, Query(description="Id of the last object of the page before", max_length=256)]
+After = Annotated[str | None, Query(description="Id of the last object of the previous page", max_length=256)]
 FilesLimit = Annotated[int, Query(ge=1, le=_MAX_FILES_IN_PAGE, description="The most objects in a page")]
 BatchesLimit = Annotated[int, Query(ge=1, le=_MAX_BATCHES_IN_PAGE, description="The most objects in a page")]
-Order = Annotated[Literal["asc", "desc"], Query(description="The oldest first, or the newest")]
+Order = Annotated[Literal["asc", "desc"], Query(description="asc: the oldest first; desc: the newest first")]
 Purpose = Annotated[Literal["batch", "batch_output"] | None, Query(description="Only files of this purpose")]
 
 _UPLOAD_FORM = {

@@ -71,7 +71,7 @@ class BatchRunner:
         self._models = models
         self._rooms = rooms
         self._metrics = metrics
-        self._parsing = BoundedThreads("a line of a batch to be parsed", workers=1)
+        self._parsing = BoundedThreads("the parsing of batch lines", workers=1)
         self._running: dict[tuple[int, int], _Running] = {}
         self._checks: dict[int, InputCheck] = {}
         self._engine_deaths: dict[tuple[int, int], int] = {}
@@ -200,8 +200,8 @@ class BatchRunner:
         try:
             [outcome] = await asyncio.gather(self._result(running), return_exceptions=True)
             if isinstance(outcome, BaseException):
-                logger.error("a line of a batch failed, which is a defect", exc_info=outcome)
-                error = ApiError(500, "internal error: the server's log says more")
+                logger.error("a line of a batch failed because of a defect in swiftkv", exc_info=outcome)
+                error = ApiError(500, "internal error: see the server's log")
                 outcome = _Result(refused(line.custom_id, error), has_failed=True)
             if outcome is None:
                 await self._write(lambda store: store.put_back(line))

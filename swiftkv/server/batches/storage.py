@@ -58,7 +58,7 @@ class Storage:
     def __init__(self, limits: StorageLimits, thread: ThreadPoolExecutor, store: Store, num_bytes: int) -> None:
         self.limits = limits
         self.changed = asyncio.Event()
-        self.upload_threads = BoundedThreads("an upload to be written", workers=2)
+        self.upload_threads = BoundedThreads("the writing of uploads", workers=2)
         self._thread = thread
         self._store = store
         self._num_bytes = num_bytes
@@ -79,7 +79,7 @@ class Storage:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
         except (OSError, sqlite3.Error) as error:
-            logger.warning("files and batches were not closed in order: %s", error)
+            logger.warning("the database of files and batches was not closed properly: %s", error)
         finally:
             self._thread.shutdown(wait=False)  # it may hang with the disk
 

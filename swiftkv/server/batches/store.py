@@ -345,7 +345,7 @@ class Store:
         if after is not None:
             found = self._database.execute(f"SELECT number FROM {table} WHERE id = ?", (after,)).fetchone()
             if found is None:
-                raise ApiError(400, f"field 'after': there is no '{after}'", param="after")
+                raise ApiError(400, f"field 'after': nothing in the list has the id '{after}'", param="after")
             where, values = f"{where} AND number {'<' if order == 'desc' else '>'} ?", (*values, found[0])
         rows = self._database.execute(
             f"SELECT object FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?", (*values, limit + 1)

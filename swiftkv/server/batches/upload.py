@@ -71,7 +71,7 @@ def _refuse_other_origins(request: Request) -> None:
     """Raise `ApiError` 403 for a form from a web page of another site: a browser sends it without asking us first."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise ApiError(403, "files are not taken from web pages of other sites", code="origin_not_allowed")
+        raise ApiError(403, "uploads from web pages of other sites are not accepted", code="origin_not_allowed")
 
 
 def _boundary(content_type: str) -> bytes:
@@ -132,7 +132,7 @@ class _Form:
     def finish(self) -> tuple[str, int]:
         """Make sure that the file is whole and on disk; return its name and its size in bytes."""
         if not self._has_ended:
-            raise ApiError(400, f"the body ends within the form; {_NOT_MULTIPART}")
+            raise ApiError(400, f"the body ends before the form does; {_NOT_MULTIPART}")
         if self._descriptor is None:
             raise ApiError(400, "field 'file' is required", param="file", code="missing_field")
         purpose = self._fields.get("purpose", b"").decode(errors="replace")

@@ -52,7 +52,7 @@ class EmbeddingBody(PooledBody, TruncationFields):
     )
     prompt_name: Label | None = Field(None, description="One of the checkpoint's prompts, to stand before each text")
     add_special_tokens: bool | None = None
-    use_activation: bool | None = Field(None, description="false: the length is not made 1")
+    use_activation: bool | None = Field(None, description="false: embeddings are not normalized to length 1")
     embed_dtype: Annotated[None, Unsupported("float32")] = None
     endianness: Annotated[None, Unsupported("native", "little")] = None
     messages: Annotated[None, Unsupported()] = None
@@ -77,7 +77,7 @@ Sides = tuple[Side, Side]
 class ScoringBody(PooledBody, TruncationFields):
     """The fields that requests for scores have, whichever way they give their texts."""
 
-    instruction: Text | None = Field(None, description="What to look for, in place of the checkpoint's")
+    instruction: Text | None = Field(None, description="The instruction in place of the checkpoint's")
     use_activation: Annotated[None, Unsupported(True)] = None
 
 
@@ -106,7 +106,8 @@ class ScoreBody(ScoringBody):
         num_left, num_right = len(left.texts), len(right.texts)
         if num_left not in (1, num_right):
             message = (
-                f"field '{left.field}' has {num_left} texts, and '{right.field}' {num_right}: give one, or as many"
+                f"field '{left.field}' has {num_left} texts, but field '{right.field}' has {num_right}: give one text, "
+                "or as many"
             )
             raise ApiError(400, message, param=left.field)
         return left, right

@@ -98,7 +98,7 @@ def _prompts(model: ModelHandle, recipe: EmbeddingRecipe, body: EmbeddingBody) -
     prompts = whole if cut is None else [cut.cut(prompt) for prompt in whole]
     texts = [text for text in body.inputs if isinstance(text, str)]
     if prompts and body.prompt_name is not None:
-        raise ApiError(400, "field 'prompt_name' is for texts, and the input is token ids", param="prompt_name")
+        raise ApiError(400, "field 'prompt_name' is for texts, but the input is token ids", param="prompt_name")
     prompts += text_prompts(
         model,
         texts,

@@ -90,7 +90,7 @@ async def _cosines(
     model: ModelHandle, sides: Sides, body: ScoringBody, num_bytes: int, record: RequestRecord
 ) -> tuple[Scores, PooledUsage]:
     if body.instruction is not None:
-        message = f"field 'instruction' is for models that score, and '{model.name}' embeds; write it into the texts"
+        message = f"field 'instruction' is for models that score, but '{model.name}' embeds; write it into the texts"
         raise ApiError(400, message, param="instruction")
     prompts = await model.threads.run(lambda: _embedded(model, sides, body), num_bytes)
     pooled = await pool(model, list(prompts.values()), HIDDEN_STATE, body, record)

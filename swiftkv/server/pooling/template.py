@@ -33,7 +33,7 @@ class ScoreTemplate:
         for mark in _MARKS:
             if tokenizer.token_id(mark) is None:
                 raise CheckpointError(
-                    f"task: score is for models laid out like Qwen3-Reranker, and this tokenizer has no token {mark!r}"
+                    f"task: score is for models laid out like Qwen3-Reranker, but this tokenizer has no token {mark!r}"
                 )
         self.pooling = Pooling(list(recipe.token_ids or (_answer(tokenizer, "yes"), _answer(tokenizer, "no"))))
         self._instruction = recipe.instruction or _INSTRUCTION
@@ -57,8 +57,8 @@ class ScoreTemplate:
         num_own = len(self._before) + len(self._behind)
         if cut.max_tokens <= num_own:
             message = (
-                f"field 'truncate_prompt_tokens' leaves {cut.max_tokens} tokens, and those around query and document "
-                f"are {num_own}: send more, or -1"
+                f"field 'truncate_prompt_tokens' is {cut.max_tokens}, but the template around query and document has "
+                f"{num_own} tokens: send more, or -1"
             )
             raise ApiError(400, message, param="truncate_prompt_tokens")
         return replace(cut, max_tokens=cut.max_tokens - num_own)
@@ -67,5 +67,5 @@ class ScoreTemplate:
 def _answer(tokenizer: Tokenizer, text: str) -> int:
     token_id = tokenizer.token_id(text)
     if token_id is None:
-        raise CheckpointError(f"task: score reads the logits of yes and no, and this tokenizer has no token {text!r}")
+        raise CheckpointError(f"task: score reads the logits of yes and no, but this tokenizer has no token {text!r}")
     return token_id

@@ -194,7 +194,7 @@ class SchemaTextFormat(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     schema_: Annotated[JsonSchema, Field(alias="schema")]
     description: Label | None = None
-    strict: bool | None = Field(None, description="The schema holds the answer in either case")
+    strict: bool | None = Field(None, description="The schema constrains the answer in either case")
 
 
 TextFormat = Annotated[

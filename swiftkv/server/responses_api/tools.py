@@ -75,7 +75,7 @@ class CustomTool(Body):
             told_by("type", {"text": "plain input", "grammar": "input with a grammar"}),
         ]
         | None
-    ) = Field(None, description="A grammar is shown to the model, and does not hold it")
+    ) = Field(None, description="A grammar is shown to the model, but does not constrain the input")
     defer_loading: bool | None = Field(None, description="Accepted, not used")
 
     def for_chat(self, namespace: str | None = None) -> Tool:
