@@ -40,7 +40,7 @@ class Router:
             raise ValueError(f"{self.top_k} of {self.num_experts} experts cannot be chosen")
         if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                f"{self.top_groups} of {self.num_groups} groups of {self.num_experts} experts do not exist"
+                f"{self.num_experts} experts cannot be chosen from {self.top_groups} of {self.num_groups} equal groups"
             )
         if self.top_k > self.num_experts // self.num_groups * self.top_groups:
             raise ValueError(f"{self.top_groups} groups have fewer than {self.top_k} of {self.num_experts} experts")

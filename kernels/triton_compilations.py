@@ -17,4 +17,4 @@ def warn_of_compilations() -> None:
 
 def _warn(*, repr: str, is_manual_warmup: bool, **_: Any) -> None:
     if not is_manual_warmup:
-        log.warning("a kernel was compiled while requests waited, which its warm-up should have done: %s", repr)
+        log.warning("a kernel was compiled while requests waited; the warm-up should have compiled it: %s", repr)

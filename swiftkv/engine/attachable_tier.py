@@ -144,7 +144,7 @@ class AttachableTier(Tier):
         """Begin a change and return whether it can be made; if not, answer it."""
         why_not = None
         if self._change_id is not None or self._opening is not None:
-            why_not = "storage is just being attached or detached"
+            why_not = "storage is being attached or detached; try again later"
         elif has_storage != isinstance(self._tier, StorageTier):
             why_not = "no storage is attached" if has_storage else "storage is attached; detach it first"
         if why_not is not None:
@@ -166,7 +166,7 @@ class AttachableTier(Tier):
                 self._open_again_s = None
             if self._change_id is not None:
                 self._end_change(
-                    None if opened is not None else str(error or "it failed; standard error has the reason")
+                    None if opened is not None else str(error or "it failed; the node's standard error has the reason")
                 )
             elif opened is None:
                 self._try_later(error)
@@ -180,7 +180,7 @@ class AttachableTier(Tier):
             self._leave(self._leaving)
 
     def _try_later(self, error: Exception | None) -> None:
-        logger.warning("storage cannot be used, and is tried again every %g s: %s", _OPEN_AGAIN_S, error or "see above")
+        logger.warning("storage cannot be used; trying again every %g s: %s", _OPEN_AGAIN_S, error or "see above")
         self._open_again_s = time.monotonic() + _OPEN_AGAIN_S
 
     def _leave(self, leaving: StorageTier) -> None:

@@ -210,7 +210,7 @@ class DecodeGraphs(Generic[Inputs]):
             variant.drop()
             largest, left = left[-1], left[: len(left) // 2]
             log.warning(
-                "CUDA graphs of up to %d sequences take more than %d bytes: those of more than %d run eagerly",
+                "CUDA graphs of up to %d sequences take more than %d bytes, so steps of more than %d run without one",
                 largest,
                 memory_limit_bytes,
                 left[-1] if left else 0,

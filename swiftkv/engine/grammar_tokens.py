@@ -31,10 +31,15 @@ def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int
         long = {text for text in tokens.ids() if len(text.encode()) > _LONGEST_BYTES}
         tokenizer = LLTokenizer(_for_grammars(content, tokens, long), n_vocab=vocab_size, eos_token=eos_token_ids[0])
     except (ValueError, msgspec.DecodeError) as error:
-        logger.warning("%s: no answer can be held to a grammar: %s", file, error)
+        logger.warning("%s: no answer of this model can follow a grammar: %s", file, error)
         return None
     if long:
-        logger.warning("%s: no grammar allows its %d tokens of more than %d bytes", file, len(long), _LONGEST_BYTES)
+        logger.warning(
+            "%s: answers that follow a grammar never have its %d tokens of more than %d bytes",
+            file,
+            len(long),
+            _LONGEST_BYTES,
+        )
     return tokenizer
 
 

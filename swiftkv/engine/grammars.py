@@ -134,7 +134,9 @@ class Grammars:
         if grammar is None:
             return True
         if self._compiler is None:
-            raise ValueError("this model cannot be held to a grammar: it needs tokenizer.json and an eos_token_id")
+            raise ValueError(
+                "answers of this model cannot follow a grammar: it needs a tokenizer.json and an eos_token_id"
+            )
         matcher = self._compiler.copy_of(grammar)
         if matcher is None:
             self._waiting[request.request_id] = request
@@ -174,7 +176,7 @@ class Grammars:
             endless = [row for inside, _ in parted for row in inside]
             return partial(self._masks, endless, [rows for _, rows in parted if rows is not None])
 
-        assert self._thread is not None, "a request is held to a grammar that nobody could compile"
+        assert self._thread is not None, "a request has a grammar that cannot be compiled"
         return PendingMasks(self._thread, prepare)
 
     def advance(

@@ -216,7 +216,7 @@ class ZmqKVEvents(KVEvents):
 
     def collect(self) -> None:
         if not self._thread.is_alive():
-            raise RuntimeError("the thread that tells KV events has ended; its traceback is on standard error")
+            raise RuntimeError("the thread that publishes KV events has ended; its traceback is on standard error")
         if len(self._taken) >= self._spec.max_queue_size:
             return  # the core keeps the events, up to its own bound
         taken = Taken(*self._scheduler.take_kv_events())
@@ -287,6 +287,6 @@ def _bind(context: zmq.Context[Any], kind: int, endpoint: str, hwm: int, key: st
     except zmq.ZMQError as error:
         opened.close()
         raise ConfigError(
-            f"kv_events_config.{key}: cannot listen on {endpoint}: {error.strerror}; choose another or free it"
+            f"kv_events_config.{key}: cannot listen on {endpoint}: {error.strerror}; choose another, or free this one"
         ) from error
     return opened

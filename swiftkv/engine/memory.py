@@ -47,7 +47,9 @@ class DeviceUse:
 def kv_bytes_on_host(memory: PoolMemory) -> int:
     """Return the bytes of a pool in host memory. Raises `ConfigError` for a part of a GPU."""
     if isinstance(memory, DeviceShare):
-        raise ConfigError(f"kv_cache.memory: {memory} is a part of a GPU, and this engine has none")
+        raise ConfigError(
+            f"kv_cache.memory: {memory} is a part of a GPU, and this engine has none; write a size such as 4GiB"
+        )
     return memory.num_bytes
 
 
@@ -65,18 +67,19 @@ def kv_bytes_on_device(memory: PoolMemory, device_bytes: int, use: DeviceUse, mi
         if kv_bytes < minimum_bytes:
             raise ConfigError(
                 f"kv_cache.memory: {float(part):.0%} of {_gib(device_bytes)} is {_gib(share_bytes)}; minus {use} "
-                f"leaves {_gib(kv_bytes)} for KV, and one sequence of max_model_len needs {_gib(minimum_bytes)}"
+                f"leaves {_gib(kv_bytes)} for KV, but one sequence of max_model_len needs {_gib(minimum_bytes)}"
             )
         return kv_bytes
     kv_bytes = memory.num_bytes
     if kv_bytes < minimum_bytes:
         raise ConfigError(
-            f"kv_cache.memory: one sequence of max_model_len needs {_gib(minimum_bytes)}, not {_gib(kv_bytes)}"
+            f"kv_cache.memory: {_gib(kv_bytes)} are less than the {_gib(minimum_bytes)} that one sequence of "
+            "max_model_len needs"
         )
     if kv_bytes + use.total_bytes > device_bytes:
         raise ConfigError(
-            f"kv_cache.memory: KV {_gib(kv_bytes)} + {use} = {_gib(kv_bytes + use.total_bytes)}, and the device has "
-            f"{_gib(device_bytes)}"
+            f"kv_cache.memory: KV {_gib(kv_bytes)} + {use} = {_gib(kv_bytes + use.total_bytes)}, but the device has "
+            f"only {_gib(device_bytes)}"
         )
     return kv_bytes
 

@@ -53,11 +53,11 @@ class Pins:
     def _pin(self, keys: bytes, ttl_s: float, now_s: float) -> PinView | str:
         self.before_step(now_s)
         if len(self._pins) == MAX_PINS:
-            return f"there are {MAX_PINS} pins, which is the most; unpin one"
+            return f"the model has {MAX_PINS} pins, the most it may have; unpin one"
         pin_id = self._num_pinned + 1
         length, share, is_kept = self._scheduler.pin(pin_id, keys, self._max_share)
         if length == 0:
-            return "none of the prompt lies in the model's own pool now, as whole blocks; send a request with it first"
+            return "no whole block of the prompt is in the model's own pool now; send a request with the prompt first"
         if not is_kept:
             return (
                 f"pins would take {share:.0%} of the pool, and kv_cache.max_pinned is {self._max_share:.0%}; "

@@ -81,7 +81,7 @@ class RankGroup:
         proofs = self.all_to_all(shown.to(self._device)).cpu()
         for other in range(self.size):
             if not is_proof(proofs[other], secret, other, self.rank):
-                raise EngineError(f"who connected as rank {other} of this engine is not")
+                raise EngineError(f"the process that connected as rank {other} is not of this engine")
 
     def _bound_waits(self, timeout_s: float) -> None:
         # Private because older torch has no public `set_timeout`, and NCCL ignores the time-out of a single call.
@@ -107,5 +107,5 @@ def _gone_is_an_engine_error() -> Iterator[None]:
         yield
     except RuntimeError as error:  # torch.distributed raises nothing more exact
         raise EngineError(
-            f"a rank of this engine has gone, or does not answer: {str(error).splitlines()[0]}"
+            f"a rank of this engine has ended, or does not answer: {str(error).splitlines()[0]}"
         ) from error

@@ -233,7 +233,7 @@ class _Followers:
             for socket in self._sockets:
                 socket.send(message)
         except zmq.Again as error:
-            raise EngineError("a rank of this engine reads no orders") from error
+            raise EngineError("a rank of this engine does not read its orders") from error
 
     def blame(self, error: EngineError) -> NoReturn:
         """End the engine, and say which rank did not answer: the one that does not end by itself."""

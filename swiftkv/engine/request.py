@@ -65,7 +65,7 @@ class Request:
         _check_sampling(sampling, vocab_size)
         _check_pooling(message, task, vocab_size)
         if abs(message.priority) > _MAX_PRIORITY:
-            raise ValueError("priority must fit 32 bits, and a service tier")
+            raise ValueError(f"priority must be from {-_MAX_PRIORITY} to {_MAX_PRIORITY}")
         num_prompt_logprobs = len(prompt) * (1 + (sampling.prompt_logprobs or 0))
         if sampling.prompt_logprobs is not None and num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
             raise ValueError(
@@ -97,9 +97,9 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise `ValueError` for a parameter out of range, including NaN and numbers that float32 cannot hold."""
     bias = params.logit_bias or {}
     rules = {
-        "max_tokens must be at least 1 and fit 32 bits": 1 <= params.max_tokens <= _INT32_MAX,
+        f"max_tokens must be from 1 to {_INT32_MAX}": 1 <= params.max_tokens <= _INT32_MAX,
         "min_tokens must be from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
-        "temperature must be a number from 0": 0 <= params.temperature <= _FLOAT32_MAX,
+        "temperature must be a number of at least 0": 0 <= params.temperature <= _FLOAT32_MAX,
         "top_p must be above 0 and at most 1": 0 < params.top_p <= 1,
         "top_k must be at least -1": params.top_k >= -1,
         "min_p must be from 0 to 1": 0 <= params.min_p <= 1,
@@ -112,8 +112,9 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         "stop_token_ids must be token ids of the vocabulary": all(
             0 <= token < vocab_size for token in params.stop_token_ids
         ),
-        "reasoning must be marked by token ids of the vocabulary": _marks_reasoning(params.reasoning, vocab_size),
-        "a grammar ends the answer: ignore_eos cannot be set": params.grammar is None or not params.ignore_eos,
+        "reasoning must begin and end with token ids of the vocabulary": _marks_reasoning(params.reasoning, vocab_size),
+        "ignore_eos cannot be set with a grammar, which ends the answer": params.grammar is None
+        or not params.ignore_eos,
         f"logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.logprobs),
         f"prompt_logprobs must be from 0 to {MAX_TOP_LOGPROBS}": _in_logprob_range(params.prompt_logprobs),
     }
@@ -126,11 +127,11 @@ def _check_pooling(message: AddRequest, task: Task, vocab_size: int) -> None:
     """Raise `ValueError` for a request that does not fit the model's task."""
     pooling, sampling = message.pooling, message.sampling
     if (pooling is None) != (task == "generate"):
-        raise ValueError(f"this is no request for a model whose task is {task}")
+        raise ValueError(f"a model whose task is {task} does not take this kind of request")
     if pooling is None:
         return
     if sampling.max_tokens != 1 or sampling.prompt_logprobs is not None or sampling.grammar is not None:
-        raise ValueError("a pooled request wants no tokens and nothing about any")
+        raise ValueError("a pooled request has max_tokens 1, no prompt_logprobs and no grammar: it generates nothing")
     if len(pooling.token_ids) != (2 if task == "score" else 0):
         raise ValueError(
             f"pooling.token_ids: a model whose task is {task} does not give {len(pooling.token_ids)} logits"

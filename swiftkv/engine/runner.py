@@ -282,8 +282,8 @@ def _check_room(config: EngineConfig, division: PoolDivision, kv_bytes: int) -> 
         return
     needed_bytes = division.pool_bytes_for_tokens(config.max_model_len)
     raise ConfigError(
-        f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs {needed_bytes} bytes, "
-        f"not {kv_bytes}" + (", and all that could be lent to it is not enough" if _borrow_links(config) else "")
+        f"kv_cache.memory: one sequence of max_model_len {config.max_model_len} needs {needed_bytes} bytes, but the "
+        f"pool has {kv_bytes}" + (", and lenders cannot lend the rest" if _borrow_links(config) else "")
     )
 
 

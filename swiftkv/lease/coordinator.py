@@ -132,7 +132,7 @@ class Coordinator:
         elif self._lender is not None:
             self._lender.on_message(route, message)
         elif isinstance(message, SetBudget):
-            reason = f"{self._name} lends to nobody"
+            reason = f"{self._name} does not lend"
             answer = BudgetSet(
                 message.request_id, budget_bytes=0, lent_bytes=0, recalled_bytes=0, took_s=0.0, refused=reason
             )

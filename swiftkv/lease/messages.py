@@ -254,18 +254,18 @@ def named_leases(message: NamedLeases, links: Sequence[LinkGeometry]) -> tuple[I
     Raises `MalformedMessage` unless all of them are possible.
     """
     if not 0 <= message.link < len(links):
-        raise MalformedMessage(f"link {message.link} of {len(links)}")
+        raise MalformedMessage(f"it names link {message.link}, but there are {len(links)} links")
     if len(message.extents) % 4 or len(message.extents) != len(message.epochs):
-        raise MalformedMessage(f"{len(message.extents)} bytes of extents, {len(message.epochs)} of epochs")
+        raise MalformedMessage(f"it has {len(message.extents)} bytes of extents and {len(message.epochs)} of epochs")
     extents, epochs = np.frombuffer(message.extents, np.int32), np.frombuffer(message.epochs, np.uint32)
     num_extents = links[message.link].num_extents
     outside = extents[(extents < 0) | (extents >= num_extents)]
     if len(outside):
-        raise MalformedMessage(f"extent {outside[0]} of a link of {num_extents}")
+        raise MalformedMessage(f"it names extent {outside[0]} of a link that has {num_extents}")
     if len(np.unique(extents)) != len(extents):
-        raise MalformedMessage("an extent that is named twice")
+        raise MalformedMessage("it names an extent twice")
     if not epochs.all():
-        raise MalformedMessage("an extent at epoch 0, which is never offered")
+        raise MalformedMessage("it names epoch 0, which no offer has")
     return extents, epochs
 
 
@@ -275,5 +275,5 @@ def reported_extents(heartbeat: Heartbeat, links: Sequence[LinkGeometry]) -> lis
     Raises `MalformedMessage` unless there is a number for each of `links`.
     """
     if len(heartbeat.extents) != len(links):
-        raise MalformedMessage(f"a heartbeat of {len(heartbeat.extents)} links, where there are {len(links)}")
+        raise MalformedMessage(f"the heartbeat is about {len(heartbeat.extents)} links, but there are {len(links)}")
     return heartbeat.extents

@@ -189,7 +189,7 @@ class SocketWire:
         self._dropped_total += 1
         if time.monotonic() >= self._drop_log_due_s:
             self._drop_log_due_s = time.monotonic() + _DROP_LOG_INTERVAL_S
-            _log.error("a lease message of %s is dropped (%d until now): %s", sender, self._dropped_total, error)
+            _log.error("dropped a malformed lease message from %s (%d so far): %s", sender, self._dropped_total, error)
 
     def close(self) -> None:
         for socket in (self._router, *self._dealers):

@@ -251,9 +251,9 @@ class Borrower:
             self._attach_anew(peer, self._wire.now_s() + _ATTACH_RETRY_S, welcome.refused)
             return
         if len(welcome.store_paths) != len(peer.links):
-            raise MalformedMessage(f"{len(welcome.store_paths)} pools for {len(peer.links)} links")
+            raise MalformedMessage(f"it names {len(welcome.store_paths)} pools for {len(peer.links)} links")
         if any(Path(path).parent != self._rendezvous for path in welcome.store_paths):
-            raise MalformedMessage(f"a pool is not published in {self._rendezvous}: {welcome.store_paths}")
+            raise MalformedMessage(f"it names a pool outside of {self._rendezvous}: {welcome.store_paths}")
         if peer.process is not None and peer.incarnation != welcome.sender:
             return  # its end comes first
         if peer.process is None:
@@ -282,7 +282,7 @@ class Borrower:
             self._orders.append(search)
             self._wake_engine()
         else:
-            self._on_outcome(search, "the lender has gone", now_s)
+            self._on_outcome(search, "the lender has ended", now_s)
 
     def _is_current(self, attachment: _Attachment) -> bool:
         peer = self._peers[attachment.lender]
@@ -296,7 +296,7 @@ class Borrower:
         if not self._is_current(attachment):
             return
         if failure is not None:
-            _log.warning("the pool of %s cannot be attached: %s", peer.spec.name, failure)
+            _log.warning("cannot attach to the pool of %s: %s", peer.spec.name, failure)
             self._attach_anew(peer, now_s + _ATTACH_RETRY_S, failure)
             return
         peer.is_attached = True
@@ -313,7 +313,7 @@ class Borrower:
 
     def _on_exit(self, peer: LenderPeer) -> None:
         """Give up the extents of a dead lender. The engine detaches its pool once no step needs it."""
-        _log.warning("%s has gone with what it lent", peer.spec.name)
+        _log.warning("%s has ended; the blocks that it lent are lost", peer.spec.name)
         for link in peer.links:
             self._scheduler.lose(link.number)
             self._count_given_back(link, link.ledger.lender_died())

@@ -151,7 +151,7 @@ class DecoderConfig:
             sizes = " and ".join(f"{text} of {size}" for text, size in self._inner_sizes().items())
             raise ConfigError(
                 f"tensor_parallel_size: {num_ranks} ranks cannot divide {heads} and {sizes} evenly; "
-                f"possible: {possible}"
+                f"possible are {possible}"
             )
         return replace(
             self,

@@ -121,7 +121,7 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
             f"{file}: num_key_value_heads: {num_kv_heads} does not divide the {raw.num_attention_heads} heads"
         )
     if raw.layer_types is not None and len(raw.layer_types) < raw.num_hidden_layers:
-        raise ConfigError(f"{file}: layer_types: there are {raw.num_hidden_layers} layers, and these are fewer")
+        raise ConfigError(f"{file}: layer_types: it has fewer entries than the {raw.num_hidden_layers} layers")
     rope = read_rope(file, raw)
     if rope.partial_rotary_factor != 1 and not traits.partial_rotary:
         raise ConfigError(

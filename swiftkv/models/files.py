@@ -71,7 +71,7 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
             raise CheckpointError(f"{directory}: tensor {wanted} is in no *.safetensors file")
         if shapes[stored] != shape:
             raise CheckpointError(
-                f"{directory}: tensor {wanted} has shape {shapes[stored]}, config.json makes it {shape}"
+                f"{directory}: tensor {wanted} has shape {shapes[stored]}, but config.json makes it {shape}"
             )
         if stored in in_fp8:
             quantization.scale_name(stored, shape, num_shards, shapes.get)
@@ -94,5 +94,5 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise CheckpointError(f"{file}: not safetensors: {error}") from None
     if size != _LENGTH_BYTES + num_bytes + end:
         expected = _LENGTH_BYTES + num_bytes + end
-        raise CheckpointError(f"{file}: has {size} bytes, and {expected} by its header; copy or load it again")
+        raise CheckpointError(f"{file}: has {size} bytes, but its header says {expected}; copy or load it again")
     return described

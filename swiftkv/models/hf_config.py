@@ -151,11 +151,11 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
         raise ConfigError(f"{file}: {key}: {error}") from None
     rope_type: Any = rope.rope_type or rope.type or "default"
     if rope_type not in get_args(RopeType):
-        raise ConfigError(f"{file}: {key}: rope_type {rope_type!r} is none of {', '.join(get_args(RopeType))}")
+        raise ConfigError(f"{file}: {key}: rope_type {rope_type!r} is not one of {', '.join(get_args(RopeType))}")
     partial = rope.partial_rotary_factor if rope.partial_rotary_factor is not None else raw.partial_rotary_factor
     if not 0 < partial <= 1:
         raise ConfigError(
-            f"{file}: partial_rotary_factor: {partial} is not a part of a head, more than 0 and at most 1"
+            f"{file}: partial_rotary_factor: {partial} is not a part of a head: it must be above 0 and at most 1"
         )
     # transformers prefers a length beside the rope parameters to one inside, too.
     original = (
@@ -166,7 +166,7 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
         factor = raw.max_position_embeddings / original
     for name in _NEEDED_ROPE_KEYS.get(rope_type, ()):
         if getattr(rope, name) is None:
-            raise ConfigError(f"{file}: {key}: {name} is missing, rope_type {rope_type} needs it")
+            raise ConfigError(f"{file}: {key}: {name} is missing; rope_type {rope_type} needs it")
     return RopeConfig(
         rope_type=rope_type,
         theta=raw.rope_theta if rope.rope_theta is None else rope.rope_theta,

@@ -75,10 +75,10 @@ class MappedWeights:
         tensor: Tensor = self._files[file].get_tensor(self._stored_name(name))
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json makes it {shape}"
             )
         if tensor.dtype not in dtypes:
-            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}, neither of {', '.join(map(str, dtypes))}")
+            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; supported: {', '.join(map(str, dtypes))}")
         return tensor
 
     def has(self, name: str) -> bool:

@@ -150,7 +150,7 @@ def _fused_qkv_shards(file: Path, raw: _Keys, kinds: tuple[AttentionKind, ...]) 
         num_shards = kinds[0].num_kv_heads  # as published
     if num_shards is None:
         raise ConfigError(
-            f"{file}: attention_projection_layout: fused_qkv is stored in two ways of one shape; add "
+            f"{file}: attention_projection_layout: fused_qkv has two orders, which have one shape; add "
             f'"fused_qkv_shards": {kinds[0].num_kv_heads} to the file if the weights are in the published order, and '
             "1 if they are all queries, all keys, all values, as programs that quantize write them"
         )

@@ -49,7 +49,7 @@ def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
     name = next((name for name in names if name in DECODERS), None)
     if name is None:
         found = ", ".join(names) or "none"
-        raise ConfigError(f"{file}: architectures: {found}; supported are {', '.join(DECODERS)}")
+        raise ConfigError(f"{file}: architectures: {found}: not supported; supported are {', '.join(DECODERS)}")
     config = DECODERS[name].read_config(name, directory)
     for kind in config.attention:
         for key, dim in (("head_dim", kind.head_dim), ("v_head_dim", kind.value_head_dim)):

@@ -24,11 +24,11 @@ def check_replacement(model: ModelConfig, config: Config, running: ModelPlan) ->
         ("vocabulary", plan.vocab_size, running.vocab_size),
     ):
         if here != there:
-            raise ConfigError(f"path: the model has another {what} now; remove it and add it anew")
+            raise ConfigError(f"path: the model's {what} has changed; remove the model and add it again")
     if plan.max_context_len < running.max_model_len:
         raise ConfigError(
-            f"path: the model is made for {plan.max_context_len} tokens now, and serves {running.max_model_len}; "
-            "remove it and add it anew"
+            f"path: the model's files allow {plan.max_context_len} tokens, fewer than the {running.max_model_len} that "
+            "it serves; remove the model and add it again"
         )
     directory = plan.checkpoint.directory
     decoder = read_config(directory, model.task)

@@ -20,7 +20,7 @@ def print_plan(config: Config, plans: Sequence[ModelPlan], rooms: Sequence[Borro
     _print_models(plans)
     _print_rooms(rooms)
     for memory, choice in describe_transports(config, plans):
-        print(f"\nLending in the memory of {memory} goes over {choice}.")
+        print(f"\nLending in the memory of {memory} uses {choice}.")
     if not config.node.lending.enabled:
         print("\nNothing is lent: node.lending is off.")
         return

@@ -21,7 +21,7 @@ def describe_transports(config: Config, plans: Sequence[ModelPlan]) -> Iterator[
     pairs = _device_pairs(plans)
     topology = read_topology() if _use_gpus(pairs) else None
     if topology is not None and not topology.gpus:
-        yield "GPUs", f"what reaches, which only the machine that has them can tell ({topology.absence})"
+        yield "GPUs", f"a transport that only the machine with the GPUs can choose ({topology.absence})"
         pairs = [pair for pair in pairs if pair == ("cpu", "cpu")]
     for memory, choice in node_transports(config.node.lending.transport, pairs, topology).items():
         yield memory, f"{choice.kind}: {choice.reason}"

@@ -103,7 +103,7 @@ def traces_by_model(traces: Sequence[str], names: Sequence[str]) -> dict[str, Pa
 
 def _check_name(option: str, name: str, names: Sequence[str]) -> None:
     if name not in names:
-        raise ConfigError(f"{option}: no model '{name}'; there is: {', '.join(names)}")
+        raise ConfigError(f"{option}: no model '{name}'; the file has: {', '.join(names)}")
 
 
 def _each_alone(

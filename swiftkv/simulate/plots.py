@@ -21,9 +21,9 @@ def check_can_draw(path: Path) -> None:
 
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
-        raise ConfigError(f"--plot: no suffix '{path.suffix}'; there is: {', '.join(sorted(known))}")
+        raise ConfigError(f"--plot: cannot write a '{path.suffix}' file; supported are {', '.join(sorted(known))}")
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot: no directory '{path.parent}'")
+        raise ConfigError(f"--plot: there is no directory '{path.parent}'")
 
 
 def draw(outcomes: dict[str, NodeOutcome], path: Path) -> None:

@@ -42,7 +42,7 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     num_given_up = int(np.isnan(outcome.end_s).sum())
     outcome = outcome.served()
     if not len(outcome.arrival_s):
-        raise ValueError("every request waits for memory that nobody lends: raise lending.budget or kv_cache.memory")
+        raise ValueError("every request waits for memory that no model lends: raise lending.budget or kv_cache.memory")
     elapsed_s = float(outcome.end_s.max() - outcome.arrival_s.min())
     met, tokens = targets.met(outcome), outcome.input_tokens + outcome.output_tokens
     return {
@@ -109,7 +109,7 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
 
     row("requests", "requests", "{:,}".format)
     row("refused: too long", "refused", "{:,}".format)
-    row("given up for want of memory", "given_up", "{:,}".format)
+    row("given up for lack of memory", "given_up", "{:,}".format)
     row("seconds", "elapsed_s", "{:,.0f}".format)
     row("busy", "busy_part", "{:.0%}".format)
     row("prompt tokens from the cache", "hit_rate", "{:.1%}".format)

@@ -49,8 +49,8 @@ def make_step_time(model: str, known: dict[str, dict[str, float]]) -> StepTime:
     terms = known.get(model)
     if terms is None or not set(terms) >= set(STEP_TIME_TERMS):
         raise ConfigError(
-            f"--step-time: has no step times of model '{model}' ({', '.join(STEP_TIME_TERMS)}); serve it for a while, "
-            "with prompts and answers, and name the node's URL; or simulate the other models with --model"
+            f"--step-time: there are no step times of model '{model}' ({', '.join(STEP_TIME_TERMS)}); serve it for a "
+            "while, with prompts and answers, and name the node's URL; or simulate the other models with --model"
         )
     return StepTime([terms[term] for term in STEP_TIME_TERMS])
 

@@ -102,7 +102,7 @@ class Breaker:
 
     def _open(self) -> None:
         if not self.is_open:
-            _log.warning("storage: too many calls failed or were late; it is left alone for %.0f s", OPEN_S)
+            _log.warning("storage: too many calls failed or were late; it is not used for %.0f s", OPEN_S)
         self._open_until_s = self._clock() + OPEN_S
         self._begin_era()
 

@@ -288,7 +288,7 @@ class FileMedium:
         if free_bytes + own_bytes < self._options.min_free:
             raise ConfigError(
                 f"min_free: of {self._options.directory} only {format_size(free_bytes)} are free, less than min_free "
-                f"({format_size(self._options.min_free)}), so nothing would be stored; make room, or lower it"
+                f"({format_size(self._options.min_free)}), so nothing would be stored; free space, or lower min_free"
             )
 
 
@@ -311,7 +311,7 @@ def _make_directory(directory: Path) -> None:
             f"wrote, so run chmod 700 {directory}, or name another directory"
         )
     if others := sorted(set(os.listdir(directory)) - _ENTRIES):
-        raise ConfigError(f"path: {directory} holds {others[0]}, which is not of this cache; name an empty directory")
+        raise ConfigError(f"path: {directory} holds {others[0]}, which no cache has written; name an empty directory")
 
 
 def _hold(path: Path) -> int:

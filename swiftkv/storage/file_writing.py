@@ -64,7 +64,7 @@ class UnpublishedFiles:
             try:
                 padded: list[memoryview | bytes] = [*parts, bytes(file_bytes - num_bytes)]
                 if os.pwritev(fd, padded, 0) != file_bytes:
-                    raise OSError(errno.ENOSPC, "there is room for a part of it only")
+                    raise OSError(errno.ENOSPC, "there is room for only a part of it")
                 if self._is_synced:
                     os.fdatasync(fd)
             finally:

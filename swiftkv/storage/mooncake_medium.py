@@ -135,7 +135,7 @@ class MooncakeMedium:
             for _ in range(self._options.max_calls):
                 self._slabs.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
-            _log.warning("storage: Mooncake does not come back from a call; its client stays until this process ends")
+            _log.warning("storage: a call to Mooncake does not return; its client stays until this process ends")
             return
         self._store.close()
 
@@ -258,7 +258,7 @@ class MooncakeMedium:
                 self._store.remove(name, force=True)
             else:
                 _log.warning(
-                    "storage: the Mooncake Store took no object (error %d): it is full, or has no memory: give it some "
+                    "storage: the Mooncake Store took no object (error %d): it is full, or has no memory; give it some "
                     "with global_segment_size, or start a mooncake_client",
                     result,
                 )

@@ -179,7 +179,7 @@ def _check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
         )
     if memory["maxmemory_policy"] == "noeviction":
         raise ConfigError(
-            f"url: this Redis refuses what is new once it is full (maxmemory-policy noeviction); set {_EVICTING}, for "
+            f"url: this Redis refuses new blocks once it is full (maxmemory-policy noeviction); set {_EVICTING}, for "
             "example: redis-cli CONFIG SET maxmemory-policy allkeys-lru"
         )
 

@@ -153,8 +153,8 @@ class SglangMedium:
         is_set = self._backend.set(name, torch.frombuffer(probe, dtype=torch.uint8))
         if not is_set or self._read(name, (header, block)) is not Status.OK or bytes(header) + bytes(block) != probe:
             raise ConfigError(
-                f"class_name: {self._options.class_name} does not give back what was set; its get and set must work, "
-                "for the calls that need SGLang's host pool are not used"
+                f"class_name: get of {self._options.class_name} does not return what set stored; both must work, "
+                "because swiftkv does not use the calls that need SGLang's host pool"
             )
 
 
@@ -171,5 +171,5 @@ def _make_backend(options: SglangOptions) -> HiCacheStorage:
     try:
         backend: HiCacheStorage = backend_class(*arguments)
     except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"extra_config: {options.class_name} cannot be made with this: {error!r}") from error
+        raise ConfigError(f"extra_config: {options.class_name} cannot be made with it: {error!r}") from error
     return backend

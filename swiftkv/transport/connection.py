@@ -59,7 +59,7 @@ class Connection:
         self.send(proof(secret, self._rank, self._peer))
         coming.wait(self._deadline)
         if not is_proof(shown, secret, self._peer, self._rank):
-            raise TransferError("who connected has not read the rendezvous file")
+            raise TransferError("the process that connected does not have the secret of the rendezvous file")
 
     def cut(self) -> None:
         """Fail every wait for the other side now, as if it had died. Any thread may call this."""

@@ -63,4 +63,4 @@ class Mappings:
         outside |= (peer_ends > peer_nbytes) | (local_ends > self.pool.numel())
         if outside.any():
             where = runs.runs[outside]
-            raise TransferError(f"runs outside of the pools: {where.tolist()}", set(where[:, 0].tolist()))
+            raise TransferError(f"runs lie outside of the pools: {where.tolist()}", set(where[:, 0].tolist()))

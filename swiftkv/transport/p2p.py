@@ -195,7 +195,7 @@ class P2pTransport:
             _lie_within(self._peer_nbytes[link], peer_offsets, counts, block, width)
             and _lie_within(self._rows.nbytes, local_offsets, counts, local_pitches, width)
         ):
-            raise TransferError(f"runs over link {link} leave one of the pools", (link,))
+            raise TransferError(f"runs over link {link} lie outside of the pools", (link,))
         return _Exchange(
             link,
             self._connections[link],
@@ -241,10 +241,10 @@ class P2pServer(threading.Thread):
         try:
             connection = Connection(self._published, LENDER, self._connect_timeout_s, self._deadline_s)
         except TransferError as error:
-            _log.error("a stranger is cut off: %s", error)
+            _log.error("refused a connection to the pool: %s", error)
             return
         except (OSError, RuntimeError) as error:
-            _log.warning("nobody came to borrow through %s: %s", self._published.store_path, error)
+            _log.warning("no borrower connected through %s: %s", self._published.store_path, error)
             return
         self._connection = connection
         del connection
@@ -267,20 +267,20 @@ class P2pServer(threading.Thread):
                 connection.receive_next_job(header)
                 _answer(connection, header.tolist(), self._rows)
         except TransferError as error:
-            _log.error("a borrower asked for what there is not, and is cut off: %s", error)
+            _log.error("closed the connection of a borrower after an invalid request: %s", error)
         except RuntimeError as error:  # gloo raises nothing more exact
-            _log.info("a borrower has gone, or stopped within a job: %s", str(error).splitlines()[0])
+            _log.info("a borrower has ended, or has stopped in the middle of a copy: %s", str(error).splitlines()[0])
 
 
 def _answer(connection: Connection, header: list[int], rows: Rows) -> None:
     direction, width, pitch, num_runs = header
     if direction not in (TO_PEER, FROM_PEER) or not 0 < width <= pitch or not 0 < num_runs <= _MAX_RUNS:
-        raise TransferError(f"the header {header} makes no sense")
+        raise TransferError(f"the header {header} is invalid")
     runs = torch.empty(num_runs, 2, dtype=torch.int64)
     connection.receive(runs)
     offsets, counts = runs.numpy().T
     if not _lie_within(rows.nbytes, offsets, counts, pitch, width):
-        raise TransferError(f"runs leave a pool of {rows.nbytes} bytes")
+        raise TransferError(f"runs lie outside of a pool of {rows.nbytes} bytes")
     all_rows = _row_offsets(offsets, counts, np.full_like(counts, pitch))
     if direction == FROM_PEER:
         connection.send_rows(rows, all_rows, width)

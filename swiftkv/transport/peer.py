@@ -192,7 +192,9 @@ class PeerTransport:
         if runs is None or not len(runs.runs):
             return
         if (layer + 1) * runs.width_bytes > runs.block_bytes:
-            raise TransferError(f"layer {layer} of blocks of {runs.block_bytes} bytes, {runs.width_bytes} each layer")
+            raise TransferError(
+                f"a block of {runs.block_bytes} bytes has no layer block {layer} of {runs.width_bytes} bytes"
+            )
         if self.io_backend == "kernel":
             packed = self._packed(runs)
             num_blocks = int(runs.runs[:, 3].sum())

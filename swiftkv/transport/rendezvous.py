@@ -95,7 +95,7 @@ def withdraw_pool(store_path: Path) -> None:
     try:
         store_path.unlink(missing_ok=True)
     except OSError as error:  # it is removed with the directory
-        _log.warning("a rendezvous file stays where it is: %s", error)
+        _log.warning("cannot remove a rendezvous file: %s", error)
 
 
 def new_secret() -> str:

@@ -118,8 +118,10 @@ def settle_transport(
     if setting in ("auto", possible.kind):
         return possible
     if setting == "p2p":
-        return TransportChoice("p2p", f"node.lending.transport says so; {possible.kind} would do: {possible.reason}")
-    raise ValueError(f"{setting} does not reach, {possible.kind} would: {possible.reason}")
+        return TransportChoice(
+            "p2p", f"node.lending.transport says so, but {possible.kind} is possible: {possible.reason}"
+        )
+    raise ValueError(f"{setting} cannot be used, but {possible.kind} can: {possible.reason}")
 
 
 def read_topology() -> Topology:
@@ -231,7 +233,7 @@ def _gpu_index(device: str, topology: Topology) -> int | None:
     index = int(number or 0)
     if index >= len(topology.gpus):
         found = topology.absence or f"{len(topology.gpus)} GPUs are visible"
-        raise ValueError(f"{device} is not there: {found}")
+        raise ValueError(f"there is no {device}: {found}")
     return index
 
 

@@ -232,7 +232,7 @@ class Lender:
     def _refuse(self, peer: BorrowerPeer, hello: Hello, reason: str) -> None:
         """Tell a borrower why nothing can be lent to it. It asks again later, and then gets new paths."""
         if reason != peer.refusal:
-            _log.warning("%s cannot be lent to: %s", peer.spec.name, reason)
+            _log.warning("cannot lend to %s: %s", peer.spec.name, reason)
         peer.refusal = reason
         self._wire.send(peer.route, self._welcome(hello, [], reason))
 
@@ -259,7 +259,7 @@ class Lender:
     # The end of a borrower's leases.
 
     def _on_exit(self, peer: BorrowerPeer) -> None:
-        _log.warning("%s has gone; its leases end", peer.spec.name)
+        _log.warning("%s has ended; its leases end, too", peer.spec.name)
         peer.is_gone = peer.is_ending = True
         peer.quiet_s = self._wire.now_s() + self._quiet_s
         peer.is_attached = False
@@ -315,9 +315,11 @@ class Lender:
 
     def _why_not(self, budget_bytes: int) -> str | None:
         if budget_bytes < 0:
-            return f"a budget of {budget_bytes} bytes is less than nothing"
+            return f"a budget of {budget_bytes} bytes is negative"
         if budget_bytes > self._pool_bytes:
-            return f"a budget of {budget_bytes} bytes is more than the pool of {self._me.name}: {self._pool_bytes}"
+            return (
+                f"a budget of {budget_bytes} bytes is more than the pool of {self._me.name} ({self._pool_bytes} bytes)"
+            )
         return None
 
     def _budget_set(

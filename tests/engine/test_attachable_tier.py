@@ -221,7 +221,7 @@ def test_changes_that_cannot_be_made_are_refused_and_change_nothing(checkpoint: 
         assert why_not.startswith("tiers.storage.path: ")
         attach(client, storage_that_opens_late(tmp_path / "may open"))
         attach(client, file_storage(tmp_path / "kv"))
-        assert outcome(client) == "storage is just being attached or detached"
+        assert outcome(client) == "storage is being attached or detached; try again later"
         (tmp_path / "may open").touch()
         assert outcome(client) is None
         attach(client, file_storage(tmp_path / "kv"))
@@ -281,7 +281,7 @@ def test_storage_that_is_waited_for_can_be_detached_or_replaced(
 ) -> None:
     directory, spec = closed
     with engine(checkpoint, storage=spec, has_served=True) as client:
-        while outcome_of(client, detach) == "storage is just being attached or detached":
+        while outcome_of(client, detach) == "storage is being attached or detached; try again later":
             pass
         attach(client, file_storage(tmp_path / "other"))
         assert outcome(client) is None

@@ -96,7 +96,7 @@ def test_of_a_prompt_that_nobody_names_a_request_of_stays_what_the_pool_has(
     ran(engine, prompt(200, 1))
     longer = np.array([*prompt(200, 1), *prompt(100, 2)], np.int32).tobytes()
     assert ask(engine, PinPrompt(1, longer, "another salt", HOUR_S)).why_not == (
-        "none of the prompt lies in the model's own pool now, as whole blocks; send a request with it first"
+        "no whole block of the prompt is in the model's own pool now; send a request with the prompt first"
     )
     kept = ask(engine, PinPrompt(2, longer, "", HOUR_S)).pin
     assert kept is not None

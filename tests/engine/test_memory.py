@@ -31,7 +31,7 @@ def test_bytes_that_do_not_fit_show_the_sum() -> None:
         kv_bytes_on_device(PoolBytes(60 * GIB + 1), 80 * GIB, USE, GIB)
     assert str(caught.value) == (
         "kv_cache.memory: KV 60.00 GiB + weights 16.00 GiB + activations 2.00 GiB + CUDA graphs 1.00 GiB + "
-        "runtime 1.00 GiB = 80.00 GiB, and the device has 80.00 GiB"
+        "runtime 1.00 GiB = 80.00 GiB, but the device has only 80.00 GiB"
     )
 
 
@@ -40,12 +40,12 @@ def test_a_fraction_that_leaves_too_little_shows_what_it_leaves() -> None:
         kv_bytes_on_device(DeviceShare.of(Fraction(1, 5)), 80 * GIB, USE, 3 * GIB)
     assert str(caught.value) == (
         "kv_cache.memory: 20% of 80.00 GiB is 16.00 GiB; minus weights 16.00 GiB + activations 2.00 GiB + CUDA graphs "
-        "1.00 GiB + runtime 1.00 GiB leaves -4.00 GiB for KV, and one sequence of max_model_len needs 3.00 GiB"
+        "1.00 GiB + runtime 1.00 GiB leaves -4.00 GiB for KV, but one sequence of max_model_len needs 3.00 GiB"
     )
 
 
 def test_too_little_for_one_sequence() -> None:
-    with pytest.raises(ConfigError, match=r"needs 3\.00 GiB, not 2\.00 GiB"):
+    with pytest.raises(ConfigError, match=r"2\.00 GiB are less than the 3\.00 GiB that one sequence"):
         kv_bytes_on_device(PoolBytes(2 * GIB), 80 * GIB, USE, 3 * GIB)
 
 

@@ -183,7 +183,7 @@ def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
         impostor = gloo_group(open_store(tmp_path / "group", TIMEOUT_S), 1, 2, TIMEOUT_S)
         parts = torch.zeros(2, PROOF_BYTES, dtype=torch.uint8)
         impostor.alltoall_base(torch.empty_like(parts), parts, [], []).wait()
-        with pytest.raises(EngineError, match="who connected as rank 1 of this engine is not"):
+        with pytest.raises(EngineError, match="the process that connected as rank 1 is not of this engine"):
             honest.result()
 
 

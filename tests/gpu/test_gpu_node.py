@@ -97,7 +97,7 @@ def test_lending_changes_no_token(
     config = {"node": {"port": 0, "lending": lending}, "models": models(checkpoint, POOL_TOKENS)}
     with serve(config, tmp_path / "node") as node:
         wanted = "p2p" if lending["transport"] == "p2p" else "peer: both pools are on GPU 0"
-        assert any(f"memory of GPUs goes over {wanted}" in line for line in node.lines), node.lines
+        assert any(f"memory of GPUs uses {wanted}" in line for line in node.lines), node.lines
         wait_for("something to be lent", lambda: metric(node, "swiftkv:borrowed_bytes", "long") > bytes_of(POOL_TOKENS))
         assert [answer(node, "long", prompt) for prompt in prompts()] == expected
         assert metric(node, "swiftkv:layer_stream_load_seconds_sum", "long") > 0

@@ -115,7 +115,7 @@ def test_extreme_logits_choose_experts_that_exist(extreme: float, ops: AnyOps) -
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [((4, 5), "5 of 4 experts"), ((4, 0), "0 of 4"), ((6, 2, "sigmoid", False, 1.0, 4, 1), "1 of 4 groups of 6"),
+    [((4, 5), "5 of 4 experts"), ((4, 0), "0 of 4"), ((6, 2, "sigmoid", False, 1.0, 4, 1), "1 of 4 equal groups"),
      ((6, 3, "sigmoid", False, 1.0, 3, 1), "fewer than 3")],
 )  # fmt: skip
 def test_routers_that_cannot_be_are_refused(args: tuple[int, ...], message: str) -> None:

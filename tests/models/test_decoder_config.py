@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, change: dict[str, Any], 
 
 
 def test_an_architecture_with_other_keys_is_named_and_not_its_keys(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="architectures: GPT2LMHeadModel; supported are"):
+    with pytest.raises(ConfigError, match="architectures: GPT2LMHeadModel: not supported; supported are"):
         read(tmp_path, {"architectures": ["GPT2LMHeadModel"], "n_embd": 768})
 
 

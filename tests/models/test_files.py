@@ -61,7 +61,7 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     whole = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=rf"has {len(whole) - 1} bytes, and {len(whole)} by its header"):
+    with pytest.raises(CheckpointError, match=rf"has {len(whole) - 1} bytes, but its header says {len(whole)}"):
         check(tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_a_key_that_changes_numerics_and_is_not_known_is_refused(
 def test_ranks_divide_the_experts(tmp_path: Path) -> None:
     config = read(tmp_path, QWEN3 | {"moe_intermediate_size": 34})
     assert config.of_rank(2).expert_size == 17
-    with pytest.raises(ConfigError, match=r"an intermediate_size of 128 and experts of 34 evenly; possible: 1, 2$"):
+    with pytest.raises(ConfigError, match=r"an intermediate_size of 128 and experts of 34 evenly; possible are 1, 2$"):
         config.of_rank(4)
 
 
@@ -152,7 +152,9 @@ def test_packed_experts_are_the_same_model(arch: str, ops: AnyOps, tmp_path: Pat
 def test_an_expert_that_is_missing_is_named(ops: AnyOps, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     rewrite_config(tmp_path, remove=("num_local_experts",), num_experts=7)
-    with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight has shape \(6, 64\), config.json makes it \(7, 64\)"):
+    with pytest.raises(
+        CheckpointError, match=r"mlp\.gate\.weight has shape \(6, 64\), but config.json makes it \(7, 64\)"
+    ):
         load_decoder(read_config(tmp_path), MappedWeights(tmp_path), torch.float32, "cpu", 64, ops=ops)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("mlp.gate.weight")]:

@@ -125,7 +125,7 @@ def test_ranks_that_cannot_divide_the_model_are_refused(tmp_path: Path) -> None:
     make(tmp_path / "tiny", LLAMA)
     assert mistake(tmp_path, "path: tiny, tensor_parallel_size: 8") == (
         "models[0].tensor_parallel_size: 8 ranks cannot divide 4 heads, 2 KV heads and an intermediate_size of 128 "
-        "evenly; possible: 1, 2, 4"
+        "evenly; possible are 1, 2, 4"
     )
 
 
@@ -192,7 +192,7 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
         f"models[0].path: {tmp_path / 'empty'} has no config.json; name a directory in Hugging Face format"
     )
     message = mistake(tmp_path, "path: emtpy")
-    assert message == f"models[0].path: 'emtpy' is no directory in {tmp_path} or {Path.cwd()}, nor a hub id"
+    assert message == f"models[0].path: 'emtpy' is neither a directory in {tmp_path} or {Path.cwd()} nor a hub id"
     assert mistake(tmp_path, f"path: {tmp_path / 'emtpy'}") == (
         f"models[0].path: there is no directory {tmp_path / 'emtpy'}"
     )
@@ -205,7 +205,9 @@ def test_a_slip_in_a_local_path_does_not_ask_the_hub(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     message = mistake(tmp_path, "path: nobody/nothing")
-    assert message.startswith("models[0].path: 'nobody/nothing' is no directory here, and the hub did not give it: ")
+    assert message.startswith(
+        "models[0].path: 'nobody/nothing' is not a directory here, and cannot be fetched from the hub: "
+    )
     assert "\n" not in message
 
 
@@ -222,7 +224,7 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(tmp_path: Pa
     make(tmp_path / "tiny", {**LLAMA, "architectures": ["BertModel"]})
     message = mistake(tmp_path, "path: tiny")
     assert message.startswith("models[0].path: ")
-    assert "BertModel; supported are Qwen3ForCausalLM, " in message
+    assert "BertModel: not supported; supported are Qwen3ForCausalLM, " in message
     assert "\n" not in message
 
 

@@ -122,7 +122,9 @@ def test_a_plot_has_two_panels_for_each_model(directory: Path, tmp_path: Path) -
     assert all(f">{text}<" in drawn for text in ("chat", "code", "lent", "borrowed", "MiB", "seconds"))
 
 
-@pytest.mark.parametrize(("file", "mistake"), [("node.bad", "no suffix '.bad'"), ("missing/node.png", "missing")])
+@pytest.mark.parametrize(
+    ("file", "mistake"), [("node.bad", "cannot write a '.bad' file"), ("missing/node.png", "missing")]
+)
 def test_a_plot_that_cannot_be_written_is_a_mistake(directory: Path, tmp_path: Path, file: str, mistake: str) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'swiftkv[bench]'")
     with pytest.raises(ConfigError, match=f"^--plot: .*{mistake}"):
@@ -156,7 +158,7 @@ def test_a_plot_of_models_alone_is_refused(directory: Path, tmp_path: Path) -> N
         (("a.jsonl", "b.jsonl"), "write one FILE, or NAME=FILE"),
         (("chat=a.jsonl", "b.jsonl"), "write one FILE, or NAME=FILE"),
         (("chat=a.jsonl", "chat=b.jsonl"), "write one FILE, or NAME=FILE"),
-        (("chad=a.jsonl",), "no model 'chad'; there is: chat, code"),
+        (("chad=a.jsonl",), "no model 'chad'; the file has: chat, code"),
     ],
 )
 def test_traces_that_mean_nothing_are_mistakes(traces: tuple[str, ...], mistake: str) -> None:

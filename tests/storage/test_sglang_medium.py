@@ -48,7 +48,7 @@ def test_a_page_that_changed_is_not_read_again(tmp_path: Path) -> None:
 
 
 def test_a_backend_without_calls_for_single_keys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not give back what was set"):
+    with pytest.raises(ConfigError, match="does not return what set stored"):
         opened(options(tmp_path, "ZeroCopyOnly")).__enter__()
 
 

@@ -88,7 +88,7 @@ def test_nobody_is_sent_anything_who_serves_no_pool(tmp_path: Path) -> None:
     transport = P2pTransport(pool_of(NUM_BYTES))
     with ThreadPoolExecutor(1) as impostor:
         posing = impostor.submit(Connection, dataclasses.replace(handle, secret="00" * 32), LENDER, 60, 60)
-        with pytest.raises(TransferError, match="has not read the rendezvous file"):
+        with pytest.raises(TransferError, match="does not have the secret of the rendezvous file"):
             transport.attach(0, handle)
         assert posing.exception() is not None
     transport.close()

@@ -109,10 +109,10 @@ def test_gpus_that_the_kernels_are_not_written_for_are_refused() -> None:
 @pytest.mark.parametrize(
     ("setting", "pair", "why"),
     [
-        ("shm", ("cuda:0", "cuda:0"), "memory of GPUs, shm does not reach, peer would"),
-        ("peer", ("cpu", "cpu"), "memory of the host, peer does not reach, shm would"),
+        ("shm", ("cuda:0", "cuda:0"), "memory of GPUs, shm cannot be used, but peer can"),
+        ("peer", ("cpu", "cpu"), "memory of the host, peer cannot be used, but shm can"),
         ("peer", ("cuda:1", "cuda:2"), "cannot map each other's memory; write auto"),
-        ("auto", ("cuda:0", "cuda:7"), "cuda:7 is not there"),
+        ("auto", ("cuda:0", "cuda:7"), "there is no cuda:7"),
     ],
 )
 def test_a_transport_that_does_not_reach_is_refused(setting: TransportSetting, pair: tuple[str, str], why: str) -> None:
@@ -122,7 +122,7 @@ def test_a_transport_that_does_not_reach_is_refused(setting: TransportSetting, p
 
 @pytest.mark.parametrize(("topology", "why"), [(LAPTOP, "Driver Not Loaded"), (MACHINE, "4 GPUs are visible")])
 def test_a_gpu_that_is_not_there(topology: Topology, why: str) -> None:
-    with pytest.raises(ValueError, match=f"cuda:4 is not there: .*{why}"):
+    with pytest.raises(ValueError, match=f"there is no cuda:4: .*{why}"):
         choose_transport("cuda:4", "cpu", topology)
 
 
