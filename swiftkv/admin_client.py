@@ -24,12 +24,12 @@ def with_scheme(url: str) -> str:
 
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
-Url = Annotated[str, typer.Option(help="Where the node listens.", envvar=URL_VARIABLE, callback=with_scheme)]
+Url = Annotated[str, typer.Option(help="The node's URL.", envvar=URL_VARIABLE, callback=with_scheme)]
 AdminKeyEnv = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Environment variable with the admin key, if the node was given one.",
+        help="The environment variable that holds the admin key, if node.admin_key_env names one.",
     ),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"

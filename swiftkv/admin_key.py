@@ -61,7 +61,7 @@ def _write(port: int, key: str) -> tuple[Path, int]:
             except OSError as error:
                 reasons.append(f"{directory}: {error.strerror}")
     raise ConfigError(
-        f"node.admin_key_env: the key of /admin cannot be written ({'; '.join(reasons)}); cure that, {_CURE}"
+        f"node.admin_key_env: the admin key cannot be written to a file ({'; '.join(reasons)}); fix that, {_CURE}"
     )
 
 
@@ -89,8 +89,8 @@ def _write_new(directory: Path, port: int, key: str) -> tuple[Path, int]:
         os.close(lock)
         if isinstance(error, FileExistsError):
             raise ConfigError(
-                f"node.port: another node of this user has port {port} at another address, and their keys of /admin "
-                f"would be mixed up; choose another port, {_CURE}"
+                f"node.port: another node of this user has port {port} at another address, and both would keep their "
+                f"admin keys in one file; choose another port, {_CURE}"
             ) from None
         raise
     finally:

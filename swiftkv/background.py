@@ -93,5 +93,7 @@ def _set_session_niceness(niceness: int) -> bool:
             return False
         else:
             return True
-    logger.warning("the niceness of this session stays as it is: others change theirs all the time")
+    logger.warning(
+        "cannot change the niceness of this session: the kernel allows few changes, and other sessions make them"
+    )
     return False

@@ -25,7 +25,7 @@ from swiftkv.units import DURATION_PATTERN
 
 cache_app = typer.Typer(help="See what prompts find in the cache, pin prompts, and empty it.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="For machines: what the node answers.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the node's answer as JSON.")]
 
 
 @cache_app.command("show", epilog="Example: `swiftkv cache show --url http://127.0.0.1:8000`")
@@ -53,7 +53,7 @@ def cache_show(
 @cache_app.command("why", epilog="Example: `swiftkv cache why 6d1c2f0e5b7a4c3d`")
 def cache_why(
     request: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="The request's X-Request-Id, a header of its answer.")
+        str, typer.Argument(metavar="REQUEST", help="The request's id: the X-Request-Id header of its answer.")
     ],
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
@@ -88,12 +88,12 @@ def cache_pin(
     request: Annotated[
         str | None,
         typer.Argument(
-            metavar="REQUEST", help="The request's X-Request-Id, a header of its answer.", show_default=False
+            metavar="REQUEST", help="The request's id: the X-Request-Id header of its answer.", show_default=False
         ),
     ] = None,
     prompt: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A file with the prompt: text, or JSON with `messages` or `prompt`."),
+        typer.Option(metavar="FILE", help="A file that holds the prompt: text, or JSON with `messages` or `prompt`."),
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="The model that keeps --prompt.")] = None,
     time_to_live: Annotated[
@@ -109,7 +109,7 @@ def cache_pin(
     elif request is None and prompt is not None and model is not None:
         path, body = admin_path("cache", model, "pin"), _prompt_in(prompt)
     else:
-        print("swiftkv: name either a request, or a model and a prompt: --model NAME --prompt FILE", file=sys.stderr)
+        print("swiftkv: name either a REQUEST, or a model and a prompt: --model NAME --prompt FILE", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE)
     made = ask_admin("POST", url, f"{path}?ttl={quote(time_to_live, safe='')}", admin_key_env, body)
     print(f"{made['model']} keeps {made['tokens']:,} tokens for {made['seconds_left']:,.0f} s: pin {made['pin']}")
@@ -126,7 +126,7 @@ def cache_unpin(
 ) -> None:
     """End a PIN of MODEL. Its blocks stay cached until others need their room."""
     ask_admin("DELETE", url, admin_path("cache", model, "pins", str(pin)), admin_key_env)
-    print(f"{model} has ended pin {pin}")
+    print(f"{model}: pin {pin} is removed")
 
 
 @cache_app.command("clear", epilog="Example: `swiftkv cache clear chat`")

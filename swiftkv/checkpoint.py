@@ -177,9 +177,9 @@ def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"directory: {directory} cannot be made: {error.strerror}; give another") from None
+        raise CheckpointError(f"directory: {directory} cannot be made: {error.strerror}; name another") from None
     if any(directory.iterdir()):
-        raise CheckpointError(f"directory: {directory} holds something already; give a new or empty one")
+        raise CheckpointError(f"directory: {directory} is not empty; name a new or empty one")
 
     import torch
     from transformers import AutoModelForCausalLM

@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-checkpoint_app = typer.Typer(help="Make model directories.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="Make directories with random models.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure a server.", no_args_is_help=True)
 app.add_typer(lending_app, name="lending")
 app.add_typer(models_app, name="models")
@@ -84,7 +84,7 @@ def main(
 @app.command(epilog="Example: `swiftkv demo`")
 def demo(
     config_path: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Another YAML file than the demo's own.")
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file to use in place of the demo's own.")
     ] = None,
 ) -> None:
     """Start two small models, talk to them, let one borrow the other's memory, and stop: a minute, and no network."""
@@ -96,15 +96,17 @@ def demo(
 @app.command(epilog="Examples: `swiftkv serve configs/embedded.yaml --port 9000`, `swiftkv serve models/Qwen3-0.6B`")
 def serve(
     config_path: ConfigPath,
-    host: Annotated[str | None, typer.Option(help="The address to listen on, in place of the file's.")] = None,
-    port: Annotated[int | None, typer.Option(help="The node's port, in place of the file's.")] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on, in place of node.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="The node's port, in place of node.port.")] = None,
     no_lending: Annotated[
-        bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
+        bool, typer.Option("--no-lending", help="Lend and borrow nothing, as with node.lending: off.")
     ] = False,
     allow_unauthenticated: Annotated[
-        bool, typer.Option("--allow-unauthenticated", help="Let other machines in without an API key.")
+        bool, typer.Option("--allow-unauthenticated", help="Serve clients on other machines without an API key.")
     ] = False,
-    log_level: Annotated[LogLevel | None, typer.Option(help="The least to log, in place of the file's.")] = None,
+    log_level: Annotated[
+        LogLevel | None, typer.Option(help="Log messages of this level and above, in place of node.log_level.")
+    ] = None,
 ) -> None:
     """Start every model of CONFIG and serve until told to stop (Ctrl-C, SIGTERM or SIGHUP)."""
     overrides = {
@@ -129,7 +131,7 @@ def serve(
 @app.command(epilog="Example: `swiftkv plan configs/embedded.yaml --json | jq '.lending.masters[].with_lending'`")
 def plan(
     config_path: ConfigPath,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show sizes of every model of CONFIG and what masters can borrow, from config.json alone; nothing is started."""
     with _mistakes_as_lines(config_path):
@@ -156,7 +158,7 @@ def plan(
             try:
                 check_memory(plans)
             except ConfigError as error:
-                print(f"\nthis machine does not serve it: {error}")
+                print(f"\nthis machine cannot serve it:  {error}")
 
 
 @app.command(
@@ -176,42 +178,51 @@ def simulate(
         str | None,
         typer.Option(
             metavar="URL|FILE",
-            help="Where the times of steps come from: a running node, or a file.",
+            help="Take the times of steps from this running node, or from this file.",
             show_default=f"{URL_VARIABLE}, or {DEFAULT_URL}",
         ),
     ] = None,
     model: Annotated[list[str] | None, typer.Option(help="Simulate only this model; may be repeated.")] = None,
-    rate: Annotated[float, typer.Option(min=0.001, help="Send requests so many times as fast as in the trace.")] = 1.0,
+    rate: Annotated[
+        float, typer.Option(min=0.001, help="Send requests this many times as fast as the trace does.")
+    ] = 1.0,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Take only so many requests, the first of the trace.")
+        int | None, typer.Option(min=1, help="Take only this many requests, from the start of the trace.")
     ] = None,
     clients: Annotated[
         int | None,
-        typer.Option(min=1, help="Let so many clients send the requests, each its next one when it has an answer."),
+        typer.Option(
+            min=1, help="Send the requests from this many clients; each waits for its answer before the next."
+        ),
     ] = None,
-    policy: Annotated[SchedulingPolicy | None, typer.Option(help="Replace the file's scheduling_policy.")] = None,
-    seed: Annotated[int, typer.Option(help="Spread requests of one instant by this random seed.")] = 0,
+    policy: Annotated[
+        SchedulingPolicy | None, typer.Option(help="The scheduling policy, in place of the file's scheduling_policy.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The random seed by which requests with one time are spread.")] = 0,
     target_ttft: Annotated[
-        float | None, typer.Option(help="Show how many requests have a first token within so many seconds.")
+        float | None, typer.Option(help="Show how many requests get their first token within this many seconds.")
     ] = None,
     target_tpot: Annotated[
-        float | None, typer.Option(help="Show how many requests need at most so many seconds per token.")
+        float | None, typer.Option(help="Show how many requests need at most this many seconds per token.")
     ] = None,
     save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps to this file, as JSON.")] = None,
     no_lending: Annotated[
-        bool, typer.Option("--no-lending", help="Lend and borrow nothing, whatever the file says.")
+        bool, typer.Option("--no-lending", help="Lend and borrow nothing, as with node.lending: off.")
     ] = False,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="How many cores models on the CPU share; this machine's if not given.")
+        int | None,
+        typer.Option(min=1, help="How many cores the models on the CPU share; default: as many as this machine has."),
     ] = None,
     copy_rate: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Bytes of KV copied a second, such as 6GiB, if the times have no copies."),
+        typer.Option(
+            metavar="SIZE", help="How many bytes of KV are copied per second, such as 6GiB, if the times do not tell."
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="With NAME=FILE, draw what was lent and how long requests waited, to this file.")
+        Path | None, typer.Option(help="With NAME=FILE, plot to this file what was lent and how long requests waited.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Serve traces with the models of CONFIG in virtual time: the real scheduler and cache, predicted step times.
 
@@ -252,13 +263,13 @@ def _parse_rate(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError:
-        raise ConfigError(f"--copy-rate: {text!r} is no size; write bytes a second such as 8GiB") from None
+        raise ConfigError(f"--copy-rate: {text!r} is not a size; write bytes per second, such as 8GiB") from None
 
 
 @app.command(epilog="Example: `swiftkv status --url http://127.0.0.1:8000`")
 def status(
     url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /ready answers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of GET /ready, as JSON.")] = False,
 ) -> None:
     """Show the state of every engine of a running node. The exit code is 0 if all of them serve or sleep."""
     import httpx
@@ -320,8 +331,8 @@ def _print_engines(engines: dict[str, dict[str, Any]]) -> None:
             console.print(f"\n{name}: the engine {engine['why']}")
         if engine.get("storage") == "degraded":
             console.print(
-                f"\n{name}: its storage ({engine['storage_backend']}) is degraded: it failed or was slow, and is left "
-                "alone for a while; prompts are computed meanwhile"
+                f"\n{name}: its storage ({engine['storage_backend']}) is degraded: it failed or was slow, and is not "
+                "used for a while; prompts are computed meanwhile"
             )
 
 
@@ -344,7 +355,7 @@ def checkpoint_make(
         from swiftkv.checkpoint import make
 
         make(arch, size, directory)
-        print(f"{directory} is made; serve it with: swiftkv serve {directory}")
+        print(f"made {directory}; serve it with: swiftkv serve {directory}")
 
 
 @bench_app.command(

@@ -24,8 +24,8 @@ from swiftkv.admin_client import (
 def top(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
-    interval: Annotated[float, typer.Option(min=0.1, help="The seconds between two views.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one view, after --interval seconds, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="The seconds from one view to the next.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one view, after --interval seconds, and exit.")] = False,
 ) -> None:
     """Watch a running node: its requests, waits, pools and lending, until Ctrl-C."""
     from rich.console import Console

@@ -210,7 +210,7 @@ def read_model(path: Path) -> object:
         return _one_model(path)["models"][0]
     section = _read_yaml(path)
     if not isinstance(section, dict):
-        raise ConfigError(f"{path}: holds {show(section)}; it wants a mapping with the keys of a model")
+        raise ConfigError(f"{path}: holds {show(section)}; write a mapping with the keys of a model")
     directory = section.get("path")
     if isinstance(directory, str) and (path.resolve().parent / directory).is_dir():
         return {**section, "path": str(path.resolve().parent / directory)}
@@ -234,7 +234,7 @@ def _read_yaml(path: Path) -> object:
 def parse_config(raw: object) -> Config:
     """Check the content of a YAML file. Raises `ConfigError` with one line per mistake."""
     if not isinstance(raw, dict):
-        raise ConfigError(f"the file holds {show(raw)}; it wants a mapping with the keys node and models")
+        raise ConfigError(f"the file holds {show(raw)}; write a mapping with the keys node and models")
     try:
         return Config.model_validate(raw)
     except ValidationError as error:

@@ -52,7 +52,7 @@ class Node:
     def __init__(self, config: Config) -> None:
         ports = [config.node.port, *(model.endpoint.port for model in config.models if model.endpoint)]
         if 0 in ports:
-            raise ConfigError("port: the demo must know where to talk to; write a port number instead of 0")
+            raise ConfigError("port: the demo needs a fixed port to connect to; write a port number instead of 0")
         self._config = config
         self.url = f"http://{config.node.host}:{config.node.port}"
         self._api_key = config.node.api_key() or next(iter(config.node.tenant_keys()), "none")
@@ -172,7 +172,7 @@ def serving(path: Path, config: Config, console: Console, *options: str) -> Iter
         console.print(f"{names} at {node.url}, up after {time.monotonic() - start_s:.1f} s\n")
         yield node
         if process.poll() is not None:
-            raise EngineError(f"the node stopped while it was talked to:\n{_read(log)}")
+            raise EngineError(f"the node stopped during the demo:\n{_read(log)}")
     if process.returncode != 0:
         raise EngineError(f"the node ended with exit code {process.returncode}")
     console.print("the node has stopped\n")

@@ -91,7 +91,7 @@ def _memory(root: Path) -> Finding:
 def _huge_pages(root: Path, name: str, of: str, setting: str) -> Finding:
     path = Path("sys/kernel/mm/transparent_hugepage") / name
     chosen = _chosen(_read(root / path))
-    advice = f"what lies in huge pages is read faster: echo {setting} > /{path}" if chosen == "never" else ""
+    advice = f"data in huge pages is read faster: echo {setting} > /{path}" if chosen == "never" else ""
     return Finding(f"huge pages {of}", chosen or "unknown", advice)
 
 
@@ -106,7 +106,7 @@ def _numa(root: Path) -> Finding:
 def _open_files() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < WANTED_OPEN_FILES:
-        advice = f"bounds the connections: raise it (ulimit -Hn {WANTED_OPEN_FILES}, LimitNOFILE= of a systemd unit)"
+        advice = f"limits the connections: raise it (ulimit -Hn {WANTED_OPEN_FILES}, LimitNOFILE= of a systemd unit)"
         return Finding("open files", f"{hard:,}", advice)
     return Finding("open files", "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}")
 
@@ -146,7 +146,7 @@ def _gpus(topology: Topology) -> Iterator[Finding]:
     for a in range(len(topology.gpus)):
         for b in range(a + 1, len(topology.gpus)):
             link = topology.link(a, b)
-            slow = {None: "lending between them goes through the host", "pcie": "lending is slow: NVLink is not there"}
+            slow = {None: "lending between them goes through the host", "pcie": "lending is slow: there is no NVLink"}
             yield Finding(f"cuda:{a} to cuda:{b}", link or "no mapping", slow.get(link, ""))
     if topology.has_mps:
         yield Finding("MPS", "runs", "lending between GPUs goes through the host under MPS: stop it to lend faster")

@@ -177,7 +177,7 @@ def why_not_lend(config: Config, plan: ModelPlan, lending: LendingSpec | None) -
     if plan.role == "master":
         return "is a master: it borrows and does not lend"
     if plan.budget_bytes is None:
-        return "has no lending.budget in the file that it was started or added with; 0 would do, and can be raised"
+        return "was started without a lending.budget; write one, even 0, and it can be changed while the model runs"
     if lending is None:
         return "has no master to lend to, or its pool is smaller than one extent: see swiftkv plan"
     return None

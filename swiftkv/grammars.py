@@ -131,14 +131,14 @@ def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 def error_of(matcher: LLMatcher) -> str:
     """Return why a matcher cannot go on, short enough for a client."""
     error = matcher.get_error().replace("<non-verbose/>", "").strip()
-    return "there is no text that it allows" if error == "NoExtensionBias" else error[:_SHOWN_CHARS]
+    return "no text matches it" if error == "NoExtensionBias" else error[:_SHOWN_CHARS]
 
 
 def _as_lark(text: str) -> str:
     try:
         lark: str = any_to_lark(text)
     except Exception as error:  # noqa: BLE001 (a rule that is missing, or there twice, is a plain Exception)
-        raise ValueError(f"neither Lark nor GBNF: {error}") from None
+        raise ValueError(f"it is neither Lark nor GBNF: {error}") from None
     return lark
 
 
@@ -151,7 +151,7 @@ def held_schema(schema: object, whitespace: str | None = None) -> dict[str, obje
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise ValueError("a schema must be an object, or true")
+        raise ValueError("a schema must be an object or true")
     is_compact = whitespace == ""
     options = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": whitespace or _WHITESPACE}
     return {**_with_patterns(schema), "x-guidance": options}

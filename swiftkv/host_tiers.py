@@ -38,7 +38,7 @@ def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = N
         raise ConfigError(
             f"kv_cache.memory: {', '.join(plan.name for plan in on_host)}: pools of {format_size(pool_bytes)} and "
             f"weights of {format_size(weight_bytes)} are more than the {format_size(allowed_bytes)} that this machine "
-            "or control group allows; write less, or put a model to sleep at level 2"
+            "or control group allows; lower kv_cache.memory, or put a model to sleep at level 2"
         )
 
 
@@ -56,7 +56,7 @@ def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = No
     limit_bytes = max(0, int(_LARGEST_PART * (allowed_bytes - taken_bytes)))
     if wanted_bytes > limit_bytes:
         raise ConfigError(
-            f"tiers.host: the models want {format_size(wanted_bytes)} of host memory together; of the "
+            f"tiers.host: the models ask for {format_size(wanted_bytes)} of host memory together; of the "
             f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
             f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
         )
@@ -114,9 +114,11 @@ def _make_memory(plan: SizedPlan, sharers: Sequence[SizedPlan]) -> int:
     try:
         return make_host_memory(num_bytes, chunk_bytes)
     except ValueError:
-        raise ConfigError(f"tiers.host: not one block of {plan.name} fits into {format_size(num_bytes)}") from None
+        raise ConfigError(
+            f"tiers.host: no block of {plan.name} fits into {format_size(num_bytes)}; raise size or ratio"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"tiers.host: {format_size(num_bytes)} cannot be had: {error.strerror}") from error
+        raise ConfigError(f"tiers.host: cannot allocate {format_size(num_bytes)}: {error.strerror}") from error
 
 
 def _files_of(plan: ModelPlan) -> frozenset[tuple[int, int]]:

@@ -43,7 +43,7 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
         if (place := Path(path).expanduser()).is_absolute():
             raise CheckpointError(f"there is no directory {place}")
         if not _is_hub_id(path, starts):
-            raise CheckpointError(f"{path!r} is no directory in {' or '.join(map(str, starts))}, nor a hub id")
+            raise CheckpointError(f"{path!r} is neither a directory in {' or '.join(map(str, starts))} nor a hub id")
         found = _fetch(path, revision, _ALL_FILES if need_weights else _CONFIG_FILES)
         public_name = path
     if not (found / "config.json").is_file():
@@ -69,4 +69,6 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str]) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         which = f"{hub_id!r}" if revision is None else f"{hub_id!r} at revision {revision!r}"
-        raise CheckpointError(f"{which} is no directory here, and the hub did not give it: {reason}") from None
+        raise CheckpointError(
+            f"{which} is not a directory here, and cannot be fetched from the hub: {reason}"
+        ) from None

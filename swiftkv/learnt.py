@@ -101,7 +101,9 @@ def _write(path: Path, content: bytes) -> None:
         beside.write_bytes(content)
         os.replace(beside, path)
     except OSError as error:
-        logger.warning("%s cannot be written, so engines will learn anew: %s", path, error.strerror)
+        logger.warning(
+            "%s cannot be written, so engines will learn their step times anew after a start: %s", path, error.strerror
+        )
 
 
 def _read(path: Path) -> _Known:
@@ -112,7 +114,7 @@ def _read(path: Path) -> _Known:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
-        logger.warning("%s is ignored, and engines learn anew how long their steps take: %s", path, error)
+        logger.warning("%s cannot be read, so engines learn their step times anew: %s", path, error)
         return {}
     sound = {
         name: terms
@@ -121,5 +123,7 @@ def _read(path: Path) -> _Known:
     }
     if len(sound) < len(known):
         num_ignored = len(known) - len(sound)
-        logger.warning("%s: %d of %d entries are ignored, for no step takes so long", path, num_ignored, len(known))
+        logger.warning(
+            "%s: %d of %d entries are ignored, because their step times are impossible", path, num_ignored, len(known)
+        )
     return sound

@@ -56,7 +56,7 @@ def _instead_of(unknown: str, known: Sequence[str]) -> str:
     if flag in _KEY_OF_FLAG and not is_begun:
         return f"vLLM's {unknown} is {_KEY_OF_FLAG[flag]} here"
     close = difflib.get_close_matches(unknown, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else f"the keys here are {', '.join(known)}"
 
 
 def _key_path(location: Sequence[int | str]) -> str:

@@ -136,7 +136,7 @@ class RunningModels:
             self._table.add(renewed)  # first: if its engine ends now, the next one loads the new files, too
             self._ports.renew(renewed)
             await handle.sleeper.wake()
-            self._say(f"{name}: loaded anew")
+            self._say(f"{name}: reloaded")
 
     def _renewed(self, member: Member) -> list[ModelHandle]:
         """Return the handle of a model with its current files; raise `SwiftkvError` for unfit ones."""

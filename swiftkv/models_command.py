@@ -31,7 +31,7 @@ Now = Annotated[bool, typer.Option("--now", help="Abort requests in flight.")]
 def models_start(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
     """Start MODEL, whose engine stays down because it died too often or could not load its weights."""
     ask_admin("POST", url, admin_path("models", model, "start"), admin_key_env)
-    print(f"{model} is being started; `swiftkv status` tells when it serves")
+    print(f"{model} is being started; `swiftkv status` shows when it serves")
 
 
 @models_app.command(

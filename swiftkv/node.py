@@ -108,10 +108,10 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         detach_output()
         _log(config.node.log_level)
         if key_file is not None:
-            say(f"the key of /admin is in {key_file}")
-        why_none = "this version does not divide them between tenants" if config.node.tenants else why_no_state
+            say(f"the admin key is in {key_file}")
+        why_none = "this version does not keep those of tenants apart" if config.node.tenants else why_no_state
         if why_none is not None:
-            say(f"there are no files and batches: {why_none}")
+            say(f"/v1/files and /v1/batches are not served: {why_none}")
         runner.run(serve())
 
 
@@ -129,7 +129,7 @@ def _files_for_clients(config: Config) -> int:
     open_files = allow_open_files()
     if open_files <= reserved:
         raise ConfigError(
-            f"node.max_connections: this node may open {open_files} files, and needs {reserved} for itself and its "
+            f"node.max_connections: this node may open {open_files} files, but needs {reserved} for itself and its "
             "models; raise the hard limit (ulimit -Hn)"
         )
     return open_files - reserved
@@ -248,7 +248,7 @@ class Node:
 
     def _exit_if_held_up(self) -> None:
         if self._is_held_up:
-            say("the disk of node.state_dir hangs; what was not written to it is done anew after the next start")
+            say("the disk of node.state_dir hangs; results that were not written are computed again after a start")
             exit_in(_DISK_S, 1)
 
     def _on_signal(self) -> None:
@@ -282,7 +282,7 @@ class Node:
         members = list(self._fleet.members.values())
         say(f"swiftkv {__version__}: starting {', '.join(member.plan.name for member in members)}")
         for memory, choice in self._fleet.transports.items():
-            say(f"lending in the memory of {memory} goes over {choice.kind}: {choice.reason}")
+            say(f"lending in the memory of {memory} uses {choice.kind}: {choice.reason}")
         for member in members:
             for warning in small_contexts(member.config, member.plan):
                 say(warning)
@@ -300,7 +300,7 @@ class Node:
         finally:
             for task in (telling, *engines):
                 task.cancel()
-        self._tasks.start(self._fleet.keep_learning(), "what engines have learnt")
+        self._tasks.start(self._fleet.keep_learning(), "the saving of step times")
         prefer_latency()
         gc.collect()
         gc.freeze()  # imports stay for good; a collection that walks them all would hold up every SSE response

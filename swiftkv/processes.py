@@ -88,7 +88,7 @@ def be_killed_first() -> None:
         score = int(_OOM_SCORE_ADJ.read_text())
         _OOM_SCORE_ADJ.write_text(str(min(_MOST_EXPENDABLE, score + _MORE_EXPENDABLE)))
     except OSError as error:  # some containers mount /proc read-only
-        logger.info("oom_score_adj stays as it is: %s", error.strerror)
+        logger.info("cannot change oom_score_adj: %s", error.strerror)
 
 
 def allow_open_files() -> int:

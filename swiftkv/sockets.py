@@ -41,12 +41,14 @@ def listen_on(host: str, port: int, key: str) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"node.host: {host!r} is no address of this machine: {error.strerror}") from None
+        raise ConfigError(f"node.host: {host!r} is not an address of this machine: {error.strerror}") from None
     try:
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"{key}: cannot listen on {host}:{port}: {reason}; choose another or free it") from None
+        raise ConfigError(
+            f"{key}: cannot listen on {host}:{port}: {reason}; choose another port or free this one"
+        ) from None
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def ipc_directory() -> Iterator[Path]:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"TMPDIR: cannot make a directory for the node's sockets: {reason}; make room, or set it to another place"
+            f"TMPDIR: cannot make a directory for the node's sockets: {reason}; free space, or set TMPDIR elsewhere"
         ) from None
     try:
         yield directory

@@ -69,7 +69,7 @@ def _take(directory: Path) -> int:
                 lock = _lock(directory)
     except OSError as error:
         raise ConfigError(
-            f"node.state_dir: {directory} cannot be used: {error.strerror}; name a directory that this user may write"
+            f"node.state_dir: {directory} cannot be used: {error.strerror}; name one that this user can write to"
         ) from None
     return lock
 
@@ -89,7 +89,7 @@ def _lock(directory: Path) -> int | None:
         )
     lock = try_lock(directory)
     if lock is None:
-        raise ConfigError(f"node.state_dir: another node has {directory}; give each node its own")
+        raise ConfigError(f"node.state_dir: another node uses {directory}; give each node its own")
     if is_still_at(directory, lock):
         return lock
     os.close(lock)

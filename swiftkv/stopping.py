@@ -57,12 +57,12 @@ def wait_for_stopping(port: int, timeout_s: float, say: Callable[[str], None]) -
     """
     if _find_mark(port) is None:
         return
-    say(f"waiting for the node that has had port {port} to stop, for {timeout_s:g} s at most")
+    say(f"waiting up to {timeout_s:g} s for the node that had port {port} to stop")
     deadline_s = time.monotonic() + timeout_s
     while (file := _find_mark(port)) is not None:
         if time.monotonic() > deadline_s:
             raise ConfigError(
-                f"node.port: the node that has had port {port} is still stopping after {timeout_s:g} s: wait until "
+                f"node.port: the node that had port {port} is still stopping after {timeout_s:g} s: wait until "
                 f"process {_read(file)} has ended, kill it, or choose another port"
             )
         time.sleep(_LOOK_S)

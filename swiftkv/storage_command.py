@@ -28,7 +28,7 @@ _TIMEOUT_S = 150.0
 def storage_show(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: what GET /admin/storage answers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of GET /admin/storage, as JSON.")] = False,
 ) -> None:
     """Show the storage that is attached to every model, and its state."""
     overview = ask_admin("GET", url, "storage", admin_key_env)
@@ -50,7 +50,7 @@ def storage_attach(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A tiers.storage section, as YAML, TOML or JSON; the node reads its paths."
+            metavar="FILE", help="A tiers.storage section in YAML, TOML or JSON. The node opens the paths in it."
         ),
     ],
     url: Url = DEFAULT_URL,

@@ -123,7 +123,7 @@ class SglangOptions(_Options):
 
     module_path: _Module = Field(description=_MODULE)
     class_name: _Class = Field(description=_CLASS)
-    model_name: str = Field("swiftkv", min_length=1, description="the model's name as the backend shall see it")
+    model_name: str = Field("swiftkv", min_length=1, description="the model's name as the backend sees it")
     extra_config: dict[str, Any] = Field(default_factory=dict, description="a mapping for the backend")
     is_shared: bool = Field(False, description="true or false")
 
@@ -204,5 +204,5 @@ def read_options(path: object, key: str, directory: Path) -> dict[str, Any]:
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: {path} is not {file.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(options, dict):
-        raise ConfigError(f"{key}: {path} holds {show(options)}; it wants a mapping of options")
+        raise ConfigError(f"{key}: {path} holds {show(options)}; write a mapping of options")
     return options

@@ -117,7 +117,7 @@ class EngineSupervisor:
         finally:
             ready.cancel()
         how = life.result().how
-        raise EngineError(f"{self._config.name}: the engine {how} before it served; its last words are above")
+        raise EngineError(f"{self._config.name}: the engine {how} before it was ready; its own message is above")
 
     async def keep_running(self) -> None:
         """Start the engine again whenever it ends, until the node stops."""
@@ -308,8 +308,8 @@ class EngineSupervisor:
     def _bad_message(self, receivers: list[asyncio.Task[NoReturn]]) -> _End | None:
         for receiver in receivers:
             if receiver.done() and (error := receiver.exception()):
-                logger.error("the engine of %s sent a message that makes no sense", self._config.name, exc_info=error)
-                return _End("bad_message", f"sent a message that makes no sense ({error!r}) and was ended")
+                logger.error("the engine of %s sent a malformed message", self._config.name, exc_info=error)
+                return _End("bad_message", f"sent a malformed message ({error!r}) and was ended")
         return None
 
     async def _until_overdue(self) -> str:
@@ -322,7 +322,7 @@ class EngineSupervisor:
                 await self._client.status.until((EngineState.WAKING,))
         except TimeoutError:
             return (
-                f"did not load within {timeout_s:g} s (node.load_timeout: raise it for models that take longer) "
+                f"did not load within {timeout_s:g} s (raise node.load_timeout for models that take longer) "
                 "and was ended"
             )
         return await asyncio.Future[str]()

@@ -46,7 +46,7 @@ class Tasks:
             task.cancel()
         for task, outcome in zip(running, await asyncio.gather(*running, return_exceptions=True), strict=True):
             if isinstance(outcome, Exception):
-                logger.error("%s failed while it was ended", task.get_name(), exc_info=outcome)
+                logger.error("%s failed while it was being stopped", task.get_name(), exc_info=outcome)
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         is_ours = task not in self._running

@@ -131,7 +131,9 @@ def test_a_key_that_cannot_be_written_is_a_mistake_with_a_cure() -> None:
     )
     ended = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
     message = ended.stderr.splitlines()[-1]
-    assert message.startswith("swiftkv.errors.ConfigError: node.admin_key_env: the key of /admin cannot be written (")
+    assert message.startswith(
+        "swiftkv.errors.ConfigError: node.admin_key_env: the admin key cannot be written to a file ("
+    )
     assert "File too large" in message
     assert message.endswith("name its variable in node.admin_key_env")
     with generated_admin_key(PORT) as (_, file):  # nothing is left in the way

@@ -91,7 +91,7 @@ def test_seed_decides_the_weights(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds something already"):
+    with pytest.raises(CheckpointError, match="is not empty"):
         make("qwen3", "tiny", tmp_path)
     assert (tmp_path / "config.json").read_text() == "{}"
 
@@ -102,7 +102,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"size.*huge.*tiny, small"):
         make("qwen3", "huge", tmp_path / "a")  # type: ignore[arg-type]
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds something already"):
+    with pytest.raises(CheckpointError, match="is not empty"):
         make("qwen3", "tiny", tmp_path)
     with pytest.raises(CheckpointError, match=r"cannot be made: File exists"):
         make("qwen3", "tiny", tmp_path / "notes.txt")

@@ -74,7 +74,9 @@ def test_a_port_in_use_is_a_line_and_nothing_starts(where: str, tmp_path: Path, 
         )
         result = run("serve", file)
     assert result.exit_code == 2
-    expected = f"{where}: cannot listen on 127.0.0.1:{port}: Address already in use; choose another or free it"
+    expected = (
+        f"{where}: cannot listen on 127.0.0.1:{port}: Address already in use; choose another port or free this one"
+    )
     assert result.stderr == f"{file}: {expected}\n"
     assert result.stdout == ""
 
@@ -86,7 +88,7 @@ def test_options_replace_what_the_file_says(tmp_path: Path, checkpoint: Path) ->
         assert f"127.0.0.1:{port}: Address already in use" in run("serve", file, "--port", str(port)).stderr
     assert "node.port: 70000 is not a port number" in run("serve", file, "--port", "70000").stderr
     anybody = "--allow-unauthenticated"
-    assert "node.host: 'no such host' is no address" in run("serve", file, "--host", "no such host", anybody).stderr
+    assert "node.host: 'no such host' is not an address" in run("serve", file, "--host", "no such host", anybody).stderr
 
 
 def test_a_key_that_is_named_must_be_set(tmp_path: Path, checkpoint: Path) -> None:
@@ -107,7 +109,7 @@ def test_a_node_that_others_can_reach_wants_a_key(tmp_path: Path) -> None:
     assert "node.api_key_env" in result.stderr
     assert "--allow-unauthenticated" in result.stderr
     allowed = run("serve", file, "--host", "0.0.0.0", "--allow-unauthenticated")
-    assert "models[0].path: 'nowhere' is no directory" in allowed.stderr
+    assert "models[0].path: 'nowhere' is neither a directory" in allowed.stderr
 
 
 def test_a_device_that_is_not_served(tmp_path: Path, checkpoint: Path) -> None:
@@ -153,7 +155,7 @@ def test_what_is_larger_than_the_machine_is_planned_and_not_served(tmp_path: Pat
     file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, kv_cache: {{memory: 64TiB}}}}]")
     planned, served = run("plan", file), run("serve", file)
     assert planned.exit_code == 0
-    assert "\nthis machine does not serve it: kv_cache.memory: a: pools of 64TiB and weights of" in planned.stdout
+    assert "\nthis machine cannot serve it:  kv_cache.memory: a: pools of 64TiB and weights of" in planned.stdout
     assert served.exit_code == 2
     assert served.stderr.startswith(f"{file}: kv_cache.memory: a: pools of 64TiB and weights of")
 

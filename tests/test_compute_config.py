@@ -25,7 +25,7 @@ def model(**options: Any) -> ModelConfig:
         ({"compute": {"max_share": 0.5}}, "models[0].compute.max_share: 0.5 is not a percentage of the cores from 5%"),
         ({"compute": {"max_share": "4%"}}, "models[0].compute.max_share: '4%' is not a percentage"),
         ({"compute": {"max_share": "101%"}}, "models[0].compute.max_share: '101%' is not a percentage"),
-        ({"compute": {"nice": 2}}, "models[0].compute.nice: unknown key; known here: weight, max_share"),
+        ({"compute": {"nice": 2}}, "models[0].compute.nice: unknown key; the keys here are weight, max_share"),
         ({"compute": "half"}, "models[0].compute: 'half' is not off or a mapping"),
         (
             {"compute": {"weight": 2}, "device": "cuda:0", "kv_cache": {"memory": "1GiB"}},

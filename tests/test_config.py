@@ -28,7 +28,7 @@ MISTAKES = [
     (ONE_MODEL % ", kv_cahe: {}", "models[0].kv_cahe: unknown key; did you mean kv_cache?"),
     (
         ONE_MODEL % ", kv_cache: {size: 1GiB}",
-        "models[0].kv_cache.size: unknown key; known here: memory, block_size, retention_interval, max_pinned",
+        "models[0].kv_cache.size: unknown key; the keys here are memory, block_size, retention_interval, max_pinned",
     ),
     # flags of vLLM that have another name here
     (
@@ -188,7 +188,7 @@ MISTAKES = [
         ONE_MODEL % ", kv_cache: ",
         "models[0].kv_cache: null is not a mapping with the keys memory, block_size, retention_interval, max_pinned",
     ),
-    ("- chat", "the file holds ['chat']; it wants a mapping with the keys node and models"),
+    ("- chat", "the file holds ['chat']; write a mapping with the keys node and models"),
     # keys that exclude each other
     (
         "models: [{name: chat, path: a}, {name: chat, path: b}]",

@@ -81,7 +81,7 @@ def test_models_with_the_same_files_share_what_they_bring_together(directory: Pa
 
 def test_a_memory_smaller_than_a_block_is_a_mistake(directory: Path) -> None:
     plans, (engine,) = plan(directory, "path: weights, tiers: {host: {size: 4KiB}}")
-    with pytest.raises(ConfigError, match=r"tiers.host: not one block of m0 fits into 4KiB"):
+    with pytest.raises(ConfigError, match=r"tiers.host: no block of m0 fits into 4KiB"):
         HostTiers().equip(plans[0], engine, plans)
 
 
@@ -97,7 +97,7 @@ def test_more_than_the_machine_leaves_is_a_mistake(directory: Path) -> None:
     plans, _ = plan(directory, "path: weights, tiers: {host: {size: 8MiB}}", "path: copy, tiers: {host: {size: 8MiB}}")
     taken_bytes = sum(plan.pool_bytes + plan.weight_bytes for plan in plans)
     check_host_memory(plans, taken_bytes + (20 << 20))
-    with pytest.raises(ConfigError, match=r"tiers.host: the models want 16MiB of host memory together.* 80 % of"):
+    with pytest.raises(ConfigError, match=r"tiers.host: the models ask for 16MiB of host memory together.* 80 % of"):
         check_host_memory(plans, taken_bytes + (20 << 20) - 2)
     with pytest.raises(ConfigError, match="80 % of the rest is 0B"):
         check_host_memory(plans, taken_bytes - 1)

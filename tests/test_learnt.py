@@ -48,7 +48,7 @@ def test_a_file_that_is_none_is_ignored_with_a_line(
         learnt = LearntStepTimes(tmp_path)
     assert learnt.of("a") == []
     assert len(caplog.records) == 1
-    assert f"{FILE_NAME} is ignored" in caplog.text
+    assert f"{FILE_NAME} cannot be read" in caplog.text
     learnt.note("a", COSTS)
     save(learnt)
     assert LearntStepTimes(tmp_path).of("a") == COSTS

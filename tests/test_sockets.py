@@ -22,7 +22,7 @@ def test_a_directory_for_sockets_that_cannot_be_made_is_the_users_to_mend(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "gone"))
-    message = r"TMPDIR: cannot make a directory .* No such file .*; make room, or set it"
+    message = r"TMPDIR: cannot make a directory .* No such file .*; free space, or set TMPDIR"
     with pytest.raises(ConfigError, match=message), ipc_directory():
         pytest.fail("there is no directory")
 

@@ -28,7 +28,7 @@ def test_the_default_is_named_by_the_port_and_goes_when_nothing_is_in_it(
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         with state_directory(config(port=8123)) as (second, why_not):
             assert second is None
-            assert "another node has" in (why_not or "")
+            assert "another node uses" in (why_not or "")
     assert not directory.exists()
     with state_directory(config(port=8123)) as (directory, _):
         assert directory is not None
@@ -52,7 +52,7 @@ def test_a_node_that_starts_while_another_ends_has_a_directory_that_is_there(
 
     with ThreadPoolExecutor(3) as threads:
         seen = set.union(*(node.result() for node in [threads.submit(start_and_end_often) for _ in range(3)]))
-    taken = f"node.state_dir: another node has {tmp_path / 'swiftkv' / '8123'}; give each node its own"
+    taken = f"node.state_dir: another node uses {tmp_path / 'swiftkv' / '8123'}; give each node its own"
     assert "there" in seen
     assert seen <= {"there", taken}
 
@@ -99,6 +99,6 @@ def test_a_directory_that_is_named_must_be_private_and_free(tmp_path: Path) -> N
     tmp_path.chmod(0o700)
     lock = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="another node has"), state_directory(config(state_dir=str(tmp_path))):
+    with pytest.raises(ConfigError, match="another node uses"), state_directory(config(state_dir=str(tmp_path))):
         pass
     os.close(lock)

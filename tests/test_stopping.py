@@ -76,13 +76,13 @@ def test_a_node_is_waited_for_until_it_has_ended() -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert has_ended.wait(PATIENCE_S)
-    assert said == [f"waiting for the node that has had port {PORT} to stop, for 600 s at most"]
+    assert said == [f"waiting up to 600 s for the node that had port {PORT} to stop"]
 
 
 def test_who_waits_in_vain_is_told_for_which_process() -> None:
     with stopping_process(PORT) as process, pytest.raises(ConfigError) as caught:
         wait_for_stopping(PORT, 0.0, lambda text: None)
-    assert str(caught.value).startswith(f"node.port: the node that has had port {PORT} is still stopping after 0 s")
+    assert str(caught.value).startswith(f"node.port: the node that had port {PORT} is still stopping after 0 s")
     assert f"process {process.pid} has ended" in str(caught.value)
 
 

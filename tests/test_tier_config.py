@@ -26,7 +26,7 @@ def one_model(tiers: str, options: str = "") -> str:
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        (one_model("{disk: {}}"), "models[0].tiers.disk: unknown key; known here: host, storage"),
+        (one_model("{disk: {}}"), "models[0].tiers.disk: unknown key; the keys here are host, storage"),
         (
             one_model("{storage: {backend: tape}}"),
             "models[0].tiers.storage.backend: 'tape' is not one of",

@@ -172,7 +172,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise DatasetError(f"--dataset-path: cannot read {path}: {error}") from None
     if not isinstance(entries, list):
-        raise DatasetError(f"--dataset-path: {path} is no list of conversations")
+        raise DatasetError(f"--dataset-path: {path} is not a list of conversations")
     return entries
 
 
@@ -186,4 +186,4 @@ def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise DatasetError(f"--dataset-path: {path}:{number} is no JSON: {error}") from None
+                raise DatasetError(f"--dataset-path: {path}:{number} is not JSON: {error}") from None

@@ -35,27 +35,38 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("server").add_argument
-    add("--backend", choices=["openai", "openai-chat", "vllm"], default="openai", help="completions, or chat")
-    add("--base-url", help=f"instead of --host and --port; without any of the three: {URL_VARIABLE}")
+    add(
+        "--backend",
+        choices=["openai", "openai-chat", "vllm"],
+        default="openai",
+        help="send completions, or chat completions",
+    )
+    add("--base-url", help=f"the server's URL, in place of --host and --port; default: {URL_VARIABLE}")
     add("--host", help="default: 127.0.0.1")
     add("--port", type=int, help="default: 8000")
     add("--endpoint", help="default: /v1/completions, or /v1/chat/completions for openai-chat")
     add("--model", help="default: the first one that the server lists")
-    add("--served-model-name", help="the model's name on the server, where --model names the tokenizer")
+    add("--served-model-name", help="the model's name on the server, if --model names the tokenizer")
     add(
         "--tokenizer",
-        help="directory or hub id; default: where the server, or a swiftkv node's /admin, says its model is",
+        help="directory or hub id; default: that of the model, as the server or a swiftkv node's /admin tells it",
     )
     add("--skip-tokenizer-init", action="store_true", help="send random token ids below --vocab-size in place of texts")
-    add("--vocab-size", type=int, default=4096, help="with --skip-tokenizer-init")
-    add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="OPENAI_API_KEY is sent where it is set")
+    add("--vocab-size", type=int, default=4096, help="the number of token ids, with --skip-tokenizer-init")
+    add(
+        "--header",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="headers of every request; OPENAI_API_KEY is sent if it is set",
+    )
     add("--ready-check-timeout-sec", type=float, default=0, help="seconds to wait for a first answer; 0: do not wait")
 
     add = parser.add_argument_group("load").add_argument
-    add("--num-prompts", type=int, default=1000, help="prompts, or conversations")
+    add("--num-prompts", type=int, default=1000, help="how many prompts, or conversations, to send")
     add("--request-rate", type=float, default=math.inf, help="prompts a second; inf: all at once")
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly")
-    add("--max-concurrency", type=int, help="requests in flight at most")
+    add("--max-concurrency", type=int, help="the most requests in flight")
     add("--num-warmups", type=int, default=0, help="requests that are sent before the others, and not counted")
     add("--seed", type=int, default=0, help="the random seed of prompts and of the times at which they are sent")
     add("--disable-tqdm", action="store_true", help="no progress bar")
@@ -63,12 +74,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("dataset").add_argument
     names = ["random", "prefix_repetition", "multi_turn", "sharegpt", "custom"]
     add("--dataset-name", choices=names, default="random")
-    add("--dataset-path", help="a file: ShareGPT's JSON, or for custom JSONL with one prompt a line")
+    add("--dataset-path", help="a file: ShareGPT's JSON or, for custom, JSONL with one prompt a line")
     add("--input-len", type=int, help="tokens of a prompt, for any dataset that sets one")
     add("--output-len", type=int, help="tokens of an answer, for any dataset")
     add("--random-input-len", type=int, default=1024)
     add("--random-output-len", type=int, default=128)
-    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, up and down")
+    add("--random-range-ratio", type=float, default=0.0, help="the share by which lengths vary, up and down")
     add("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
     add("--prefix-repetition-prefix-len", type=int, default=256)
     add("--prefix-repetition-suffix-len", type=int, default=256)
@@ -78,22 +89,36 @@ def make_parser() -> argparse.ArgumentParser:
     add("--multi-turn-first-len", type=int, default=512, help="tokens of the first turn")
     add("--multi-turn-turn-len", type=int, default=64, help="tokens of each later turn")
     add("--multi-turn-output-len", type=int, default=64)
-    add("--sharegpt-output-len", type=int, help="default: as long as the recorded answer")
-    add("--custom-output-len", type=int, default=256, help="-1: the line's output_tokens")
+    add("--sharegpt-output-len", type=int, help="tokens of an answer; default: as many as the recorded one has")
+    add("--custom-output-len", type=int, default=256, help="tokens of an answer; -1: the line's output_tokens")
     add("--skip-chat-template", action="store_true", help="send custom prompts as they are")
     add("--disable-shuffle", action="store_true", help="send custom prompts in the order of the file")
 
     add = parser.add_argument_group("sampling").add_argument
     for name in SAMPLING:
         add(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
-    add("--ignore-eos", action="store_true", help="fill the output length; always on for random and multi_turn")
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="generate the whole output length; always on for random and multi_turn",
+    )
     add("--logprobs", type=int, help="how many log-probabilities to ask for with every token")
     add("--extra-body", type=json.loads, metavar="JSON", help="fields to add to every request")
 
     add = parser.add_argument_group("result").add_argument
-    add("--percentile-metrics", default="ttft,tpot,itl", help=f"of {','.join(report.METRICS)}")
-    add("--metric-percentiles", default="99", help="such as 50,90,99")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="limits such as ttft:500 tpot:50 e2el:2000")
+    add(
+        "--percentile-metrics",
+        default="ttft,tpot,itl",
+        help=f"metrics to report percentiles of: {','.join(report.METRICS)}",
+    )
+    add("--metric-percentiles", default="99", help="percentiles to report, such as 50,90,99")
+    add(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="METRIC:MS",
+        help="targets in milliseconds, such as ttft:500 tpot:50 e2el:2000",
+    )
     add("--save-result", action="store_true", help="write the figures as JSON")
     add("--save-detailed", action="store_true", help="write each request's times, text and error, too")
     add("--append-result", action="store_true", help="add the figures to the end of a file that may exist")
@@ -120,7 +145,7 @@ def parse_percentiles(text: str) -> list[float]:
     except ValueError:
         values = [-1.0]
     if not all(0 <= value <= 100 for value in values):
-        raise UsageError(f"--metric-percentiles: {text!r} is no list such as 50,90,99")
+        raise UsageError(f"--metric-percentiles: {text!r} is not a list such as 50,90,99")
     return values
 
 

@@ -53,7 +53,9 @@ def read_trace(path: Path) -> list[Arrival]:
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError) as error:
-        raise DatasetError(f"{path} is no trace (JSON lines as Mooncake's, or CSV as Azure's): {error!r}") from None
+        raise DatasetError(
+            f"{path} is not a trace (JSON lines like Mooncake's, or CSV like Azure's): {error!r}"
+        ) from None
     if not arrivals:
         raise DatasetError(f"{path} has no requests")
     return sorted(arrivals, key=lambda arrival: arrival.time_s)

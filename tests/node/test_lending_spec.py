@@ -197,5 +197,5 @@ def test_an_engine_reads_what_it_is_told(tmp_path: Path) -> None:
 def test_a_model_without_a_budget_may_have_been_added_later(tmp_path: Path) -> None:
     config, plans = planned(tmp_path, MODELS)
     assert why_not_lend(config, plans[-1], None) == (
-        "has no lending.budget in the file that it was started or added with; 0 would do, and can be raised"
+        "was started without a lending.budget; write one, even 0, and it can be changed while the model runs"
     )

@@ -169,7 +169,7 @@ def test_an_engine_that_says_what_makes_no_sense_is_ended_and_started_again(node
         outputs.connect(f"ipc://{directory}/1.outputs")
         outputs.send(msgspec.msgpack.encode(StepOutput(bytes(16), bytes(4), bytes(1))))
         *_, last = broken.events
-        assert "sent a message that makes no sense" in last["error"]["message"]
+        assert "sent a malformed message" in last["error"]["message"]
     wait_until_restarted(node, "other", dead)
     assert complete(node, "other").status_code == 200
     assert metric(node, "swiftkv:engine_restarts_total", model_name="other", reason="bad_message") == 1
@@ -199,7 +199,7 @@ def test_an_engine_that_does_not_load_in_time_is_ended(checkpoint: Path, tmp_pat
     with NodeProcess(settings, tmp_path, temporary, wait=False, stderr=subprocess.PIPE) as node:
         errors = node.wait_errors()
         assert node.process.returncode == 1
-        reason = "did not load within 0.1 s (node.load_timeout: raise it for models that take longer) and was ended"
+        reason = "did not load within 0.1 s (raise node.load_timeout for models that take longer) and was ended"
         assert f"only: the engine {reason}" in errors
         node.assert_nothing_left()
 

@@ -49,7 +49,7 @@ def test_the_cli_finds_the_key_that_the_node_made(node: NodeProcess) -> None:
 
 
 def test_without_the_key_admin_is_closed(node: NodeProcess) -> None:
-    file = Path(next(line for line in node.lines if line.startswith("the key of /admin is in ")).split()[-1])
+    file = Path(next(line for line in node.lines if line.startswith("the admin key is in ")).split()[-1])
     assert file.read_text().strip() == find_admin_key(node.url)
     for headers in ({}, {"Authorization": f"Bearer {API_KEY}"}):
         assert httpx.get(f"{node.url}/admin/lending", headers=headers, timeout=DEADLINE_S).status_code == 401

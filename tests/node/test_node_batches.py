@@ -171,7 +171,7 @@ def test_a_directory_that_another_node_has_is_named_at_the_start(checkpoint: Pat
     with NodeProcess(
         config(checkpoint, state, "chat"), tmp_path, temporary, wait=False, stderr=subprocess.STDOUT
     ) as node:
-        node.wait_line("node.state_dir: another node has")
+        node.wait_line("node.state_dir: another node uses")
         assert node.process.wait(DEADLINE_S) == 2
     os.close(lock)
     remove(temporary)

@@ -215,7 +215,7 @@ def test_a_model_that_does_not_load_leaves_the_node_as_it_was(
     [section] = small_models(tmp_path, "guest")
     refused = add(node, section)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "load_failed")
-    assert "before it served" in refused.json()["error"]["message"]
+    assert "before it was ready" in refused.json()["error"]["message"]
     assert traces(node) == before
     assert_alone(node)
     assert complete(node, "steady").status_code == 200
