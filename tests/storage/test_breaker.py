@@ -207,7 +207,7 @@ class CarelessMedium(MemoryMedium):
 def test_answers_that_are_no_answers_are_failures(
     clock: Clock, answers: list[int] | None, as_read: list[Status], as_written: list[Status], found: list[bool]
 ) -> None:
-    """Whoever uses the medium counts on one status for each key; a thread of the tier would end without."""
+    """Threads of the tier count on one status for each key, and would end without."""
     guard, keys = GuardedMedium(CarelessMedium(answers), Breaker(clock), clock), [b"a", b"b"]
     told = list(guard.read(keys, [PARTS] * 2, guard.clock() + 1.0))
     written = guard.write(keys, [PARTS] * 2, guard.clock() + 1.0)
