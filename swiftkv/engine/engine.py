@@ -545,6 +545,7 @@ class Engine:
             self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
             loaded = self._tier.admitted(request_id, cached_tokens)
             elsewhere = hits_elsewhere(loaded, borrowed_blocks, self._config.block_size)
+            self._statistics.count_hits(cached_tokens, in_peers=elsewhere.get("peer", 0))
             admitted.append(Admitted(request_id, cached_tokens, elsewhere))
         return admitted
 
@@ -552,7 +553,9 @@ class Engine:
         """Return all that a request found, including blocks `first` to `end`, which storage has loaded."""
         before, block_size = self._admitted[request_id], self._config.block_size
         loaded = hits_elsewhere(self._tier.met(request_id, first, end), np.empty(0, np.int32), block_size)
-        cached_tokens = before.cached_tokens + (end - first) * block_size
+        num_more = (end - first) * block_size
+        self._statistics.count_hits(num_more, in_peers=0)
+        cached_tokens = before.cached_tokens + num_more
         self._cache_records.found_more(request_id, cached_tokens)
         return Admitted(request_id, cached_tokens, dict(Counter(before.elsewhere) + Counter(loaded)))
 

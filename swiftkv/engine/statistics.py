@@ -33,12 +33,23 @@ class EngineStatistics:
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
+        self._hit_tokens_total = 0
+        self._peer_hit_tokens_total = 0
         self._load, self._store, self._exposed = (Histogram(DURATION_BOUNDS_S) for _ in range(3))
 
     def count_step(self, num_prompt_tokens: int, num_generated_tokens: int) -> None:
         self._steps_total += 1
         self._prompt_tokens_total += num_prompt_tokens
         self._generation_tokens_total += num_generated_tokens
+
+    def count_hits(self, num_tokens: int, in_peers: int) -> None:
+        """Count the cached tokens that a request began with, or found later, as its client is told.
+
+        The scheduler counts them when it plans a step, which is before the tiers below count theirs; and it counts a
+        block that was loaded and then moved to a peer as the peer's.
+        """
+        self._hit_tokens_total += num_tokens
+        self._peer_hit_tokens_total += in_peers
 
     def now(self) -> EngineStats:
         stats = self._scheduler.stats()
@@ -61,11 +72,11 @@ class EngineStatistics:
             num_preemptions_total=stats.num_preemptions_total,
             num_displaced_total=stats.num_displaced_total,
             prefix_query_tokens_total=stats.prefix_query_tokens_total,
-            prefix_hit_tokens_total=stats.prefix_hit_tokens_total,
+            prefix_hit_tokens_total=self._hit_tokens_total,
             steps_total=self._steps_total,
             prompt_tokens_total=self._prompt_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
-            prefix_hit_tokens_peer_total=stats.borrowed_hit_tokens_total,
+            prefix_hit_tokens_peer_total=self._peer_hit_tokens_total,
             window_missed_tokens_total=stats.window_missed_tokens_total,
             kv_tokens_local=num_local * self._block_size // len(stats.groups),
             kv_tokens_peer=num_borrowed * self._block_size // len(stats.groups),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from swiftkv.engine.messages import HIT_TIERS
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.host_medium import make_host_memory
 from swiftkv.tier.messages import TierStats
@@ -135,6 +136,25 @@ def test_hits_are_told_by_the_tier_that_they_came_from(checkpoint: Path, tmp_pat
     assert third.hit_tokens == {"local": 288, "peer": 0, "host": 0, "storage": 0}
     assert [answer.cached_tokens for answer in (first, second, third)] == [0, 240, 288]
     assert stats.hit_tokens_by_tier() == {"local": 384, "peer": 0, "host": 64, "storage": 80}
+
+
+def test_totals_by_tier_never_fall(
+    checkpoint: Path, tmp_path: Path, host_fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever adds up their differences would count tokens twice; statistics come with every step here."""
+    monkeypatch.setattr("swiftkv.engine.engine._STATS_INTERVAL_S", 0.0)
+    spec = {**storage(file_backend(tmp_path / "kv")), "host_fd": host_fd}
+    answers(checkpoint, PROMPTS, storage=spec)
+    before = dict.fromkeys(HIT_TIERS, 0)
+    with engine(checkpoint, storage=spec) as client:
+        requests = [client.add(p) for p in PROMPTS]
+        while not all(client.answers[request_id].has_ended for request_id in requests):
+            client.take_one()
+            if client.stats is not None:
+                now = client.stats.hit_tokens_by_tier()
+                assert all(now[tier] >= before[tier] for tier in HIT_TIERS), (before, now)
+                before = now
+    assert before == {"local": 0, "peer": 0, "host": 288 + 256, "storage": 0}
 
 
 def test_a_killed_engine_leaves_what_it_wrote(checkpoints: dict[str, Path], tmp_path: Path) -> None:
