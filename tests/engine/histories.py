@@ -2,6 +2,8 @@
 
 The plainest engine has no cache, no tiers and nothing borrowed. A seed draws a model, a configuration and what happens;
 threads decide how that falls between steps, so a seed that failed may have to be run several times to fail again.
+
+It is one file of more than 400 lines, so that what a history does stands beside what it may find.
 """
 
 from __future__ import annotations

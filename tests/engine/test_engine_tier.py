@@ -141,7 +141,7 @@ def test_hits_are_told_by_the_tier_that_they_came_from(checkpoint: Path, tmp_pat
 def test_totals_by_tier_never_fall(
     checkpoint: Path, tmp_path: Path, host_fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever adds up their differences would count tokens twice; statistics come with every step here."""
+    """Statistics come with every step here. The gateway adds up differences, and would count tokens twice."""
     monkeypatch.setattr("swiftkv.engine.engine._STATS_INTERVAL_S", 0.0)
     spec = {**storage(file_backend(tmp_path / "kv")), "host_fd": host_fd}
     answers(checkpoint, PROMPTS, storage=spec)
