@@ -152,7 +152,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do(ch
         config.of_rank(3)
     assert str(error.value) == (
         "tensor_parallel_size: 3 ranks cannot divide 4 heads, 2 KV heads and an intermediate_size of 96 evenly; "
-        "possible: 1, 2, 4"
+        "possible are 1, 2, 4"
     )
 
 
