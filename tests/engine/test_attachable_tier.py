@@ -301,7 +301,7 @@ def test_storage_that_is_waited_for_is_tried_again_after_other_storage_failed(
         def attach_other(client: EngineThread[ModelRunner]) -> None:
             attach(client, file_storage(tmp_path / "open"))
 
-        while (why_not := outcome_of(client, attach_other)) == "storage is just being attached or detached":
+        while (why_not := outcome_of(client, attach_other)) == "storage is being attached or detached; try again later":
             pass
         assert why_not is not None
         assert why_not.startswith("tiers.storage.path: ")
@@ -318,7 +318,7 @@ def test_storage_that_is_waited_for_is_not_detached_while_other_storage_is_opene
     monkeypatch.setattr(attachable_tier, "_OPEN_AGAIN_S", 3600.0)
     with engine(checkpoint, storage=closed[1], has_served=True) as client:
         attach(client, storage_that_opens_late(tmp_path / "may open"))
-        assert outcome_of(client, detach) == "storage is just being attached or detached"
+        assert outcome_of(client, detach) == "storage is being attached or detached; try again later"
         (tmp_path / "may open").touch()
         assert outcome(client) is None
         assert tier(client).backend == "dynamic"
