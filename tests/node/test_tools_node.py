@@ -189,17 +189,6 @@ def test_a_model_that_may_choose_is_free(client: openai.OpenAI) -> None:
         ({"tool_choice": "required", "extra_body": {"guided_choice": ["yes", "no"]}}, "tool_choice"),
         ({"tools": [function("f", x={"type": "str"})], "tool_choice": "required"}, "tools"),
         ({"tools": [function("a b")]}, "tools.0.function.name"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}],
-                    }
-                ]
-            },
-            "messages",
-        ),
     ],
 )
 def test_a_mistake_with_tools_names_its_field(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
