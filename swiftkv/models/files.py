@@ -74,7 +74,7 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
                 f"{directory}: tensor {wanted} has shape {shapes[stored]}, but config.json makes it {shape}"
             )
         if stored in in_fp8:
-            quantization.scale_name(stored, shape, num_shards, shapes.get)
+            quantization.find_scale(stored, shape, num_shards, shapes.get)
 
 
 def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -59,9 +59,9 @@ class MappedWeights:
         return self._get(name, shape, _DTYPES)
 
     def scale_of(self, name: str, shape: tuple[int, ...], num_shards: int) -> Tensor:
-        """Return the factors of the FP8 weight `name`, as `fp8.unpack` takes them. Raises `CheckpointError`."""
-        scale = quantization.scale_name(name, shape, num_shards, self._shape_of)
-        return self._get(scale, self._shape_of(scale) or (), _SCALE_DTYPES)
+        """Return the factors of the FP8 weight `name`, as `fp8.factors_by_row` takes them. Raises `CheckpointError`."""
+        scale = quantization.find_scale(name, shape, num_shards, self._shape_of)
+        return self._get(scale.name, scale.shape, _SCALE_DTYPES)
 
     def _shape_of(self, name: str) -> tuple[int, ...] | None:
         stored = self._stored_name(name)
@@ -182,20 +182,25 @@ class Packer:
     def _stored(self, name: str) -> Tensor:
         weight = self.weights[name]
         packed = self._packed(weight)
-        if packed is None:
-            stored = self._whole(self._stored_name(name), weight.shape)[weight.part]
+        source, shape = (self._stored_name(name), weight.shape) if packed is None else (packed.name, packed.shape)
+        whole = self.files.get(source, shape)
+        if whole.dtype == torch.float8_e4m3fn:
+            stored = self._unpacked(weight, source, whole)
         else:
-            stored = packed.of(self._whole(packed.name, packed.shape, packed.num_shards))[weight.part]
+            stored = (whole if packed is None else packed.of(whole))[weight.part]
         PROGRESS.loads(stored.numel() * self.dtype.itemsize)
         return stored
 
-    def _whole(self, name: str, shape: tuple[int, ...], num_shards: int = 1) -> Tensor:
-        """Return a tensor of the checkpoint, read-only; FP8 is unpacked on the model's device."""
-        stored = self.files.get(name, shape)
-        if stored.dtype != torch.float8_e4m3fn:
-            return stored
-        scale = self.files.scale_of(name, shape, num_shards)
-        return fp8.unpack(stored.to(self.device), scale.to(self.device), self.dtype, num_shards)
+    def _unpacked(self, weight: Weight, source: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of an FP8 weight, on the model's device; only the rows that it has are unpacked."""
+        packed = self._packed(weight)
+        num_shards = 1 if packed is None else packed.num_shards
+        scale = self.files.scale_of(source, tuple(whole.shape), num_shards)
+        numbers, factors = (
+            (tensor if packed is None else packed.of(tensor))[weight.part[:1]].to(self.device)
+            for tensor in (whole, fp8.factors_by_row(scale, len(whole), num_shards))
+        )
+        return fp8.unpack(numbers, factors, self.dtype)[(slice(None), *weight.part[1:])]
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return the place of a weight inside another tensor, if the checkpoint stores it there."""

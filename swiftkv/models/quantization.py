@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -105,13 +105,20 @@ def _why_not_blocks(key: str, block: list[int] | None) -> str | None:
     return None if block in (None, [BLOCK, BLOCK]) else f"{key} {block} is not supported, only [{BLOCK}, {BLOCK}] is"
 
 
-def scale_name(
+class Scale(NamedTuple):
+    """The tensor that has the factors of a weight."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def find_scale(
     name: str, matrix: tuple[int, ...], num_shards: int, shape_of: Callable[[str], tuple[int, ...] | None]
-) -> str:
-    """Return the name of the tensor that has the factors of the FP8 weight `name`.
+) -> Scale:
+    """Return the tensor that has the factors of the FP8 weight `name`.
 
     `shape_of` returns the shape of a tensor of the checkpoint, or `None` if it has none of that name. Raises
-    `CheckpointError` for factors that are missing or whose shape `fp8.unpack` does not take.
+    `CheckpointError` for factors that are missing or whose shape `fp8.factors_by_row` does not take.
     """
     if len(matrix) != 2:
         raise CheckpointError(f"tensor {name} is FP8 and of shape {matrix}; only single matrices are supported as FP8")
@@ -121,11 +128,12 @@ def scale_name(
     fitting = ((), (1,), (1, 1), (rows,), (rows, 1), (ceil_div(rows, BLOCK), across), by_part)
     for scale in (name + suffix for suffix in _SCALES):
         shape = shape_of(scale)
+        if shape is None:
+            continue
         if shape in fitting:
-            return scale
-        if shape is not None:
-            raise CheckpointError(
-                f"tensor {scale} has shape {shape}, but the FP8 matrix of {rows} x {columns} needs one factor, one for "
-                f"each row, or one for each block of {BLOCK} x {BLOCK}"
-            )
+            return Scale(scale, shape)
+        raise CheckpointError(
+            f"tensor {scale} has shape {shape}, but the FP8 matrix of {rows} x {columns} needs one factor, one for "
+            f"each row, or one for each block of {BLOCK} x {BLOCK}"
+        )
     raise CheckpointError(f"tensor {name} is FP8, but its factors, {name}{_SCALES[0]}, are in no *.safetensors file")

@@ -55,6 +55,10 @@ def by_block(weight: Tensor) -> Quantized:
     return torch.cat(parts), torch.stack(scales)
 
 
+def unpacked_of(numbers: Tensor, scale: Tensor, dtype: torch.dtype, num_shards: int = 1) -> Tensor:
+    return fp8.unpack(numbers, fp8.factors_by_row(scale, len(numbers), num_shards), dtype)
+
+
 def random_matrix(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns))
 
@@ -71,7 +75,7 @@ def naive(numbers: Tensor, scale: Tensor, num_shards: int = 1) -> Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (130, 100), (300, 129)])
 def test_blocks_are_unpacked_as_transformers_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
     numbers, scale = by_block(random_matrix(*shape))
-    unpacked = fp8.unpack(numbers, scale, dtype)
+    unpacked = unpacked_of(numbers, scale, dtype)
     assert torch.equal(unpacked, naive(numbers, scale).to(dtype))
     assert torch.equal(unpacked, _dequantize_fp8_weight(numbers, scale, [128, 128], torch.float32).to(dtype))
 
@@ -80,7 +84,7 @@ def test_blocks_of_parts_begin_with_each_part() -> None:
     parts = [by_block(random_matrix(rows, 200)) for rows in (150, 150, 150)]
     numbers, scale = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     assert len(scale) == 6  # without parts it would be 4
-    assert torch.equal(fp8.unpack(numbers, scale, torch.float32, num_shards=3), naive(numbers, scale, 3).float())
+    assert torch.equal(unpacked_of(numbers, scale, torch.float32, num_shards=3), naive(numbers, scale, 3).float())
 
 
 @pytest.mark.parametrize("scale", [by_tensor, by_row])
@@ -88,12 +92,12 @@ def test_one_factor_for_all_or_for_each_row(scale: Callable[[Tensor], Quantized]
     numbers, factors = scale(random_matrix(256, 16384))  # as many rows as there are blocks
     wanted = (numbers.double() * factors.double().reshape(-1, 1)).float()
     for shape in {factors.shape, (factors.numel(),), (factors.numel(), 1)}:
-        assert torch.equal(fp8.unpack(numbers, factors.reshape(shape), torch.float32), wanted)
+        assert torch.equal(unpacked_of(numbers, factors.reshape(shape), torch.float32), wanted)
 
 
 def test_numbers_that_are_not_finite_stay_so() -> None:
     numbers = torch.tensor([[float("nan"), 1.0]]).to(torch.float8_e4m3fn)
-    assert fp8.unpack(numbers, torch.ones(1, 1), torch.float32).isnan().tolist() == [[True, False]]
+    assert unpacked_of(numbers, torch.ones(1, 1), torch.float32).isnan().tolist() == [[True, False]]
 
 
 def to_fp8(directory: Path, quantize: Callable[[Tensor], Quantized], suffix: str) -> dict[str, Tensor]:
@@ -103,7 +107,7 @@ def to_fp8(directory: Path, quantize: Callable[[Tensor], Quantized], suffix: str
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         numbers, scale = quantize(tensors[name])
         tensors |= {name: numbers, name + suffix: scale.to(torch.bfloat16) if suffix == "_scale" else scale}
-        unpacked[name] = fp8.unpack(numbers, tensors[name + suffix], torch.float32)
+        unpacked[name] = unpacked_of(numbers, tensors[name + suffix], torch.float32)
     save_file(tensors, directory / WEIGHTS, {"format": "pt"})
     return unpacked
 
@@ -185,7 +189,7 @@ def fuse_qkv(directory: Path, num_shards: int) -> dict[str, Tensor]:
         fused = f"{attention}.qkv_proj.weight"
         tensors[fused], tensors[f"{fused}_scale_inv"] = (torch.cat(of_all) for of_all in zip(*packed, strict=True))
         unpacked = [
-            fp8.unpack(*of_shard, torch.float32).split([len(part) for part in shard])
+            unpacked_of(*of_shard, torch.float32).split([len(part) for part in shard])
             for shard, of_shard in zip(shards, packed, strict=True)
         ]
         split |= {name: torch.cat(rows) for name, rows in zip(names, zip(*unpacked, strict=True), strict=True)}
