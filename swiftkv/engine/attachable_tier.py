@@ -77,7 +77,7 @@ class AttachableTier(Tier):
 
     def detach(self, message: DetachStorage) -> None:
         """Do without storage from now on; `take_answers` returns an answer once it is closed."""
-        if self._open_again_s is not None and self._opening is None:  # it was to be opened again
+        if self._due_s is not None:
             self._open_again_s = None
             self._answers.append(StorageChanged(message.change_id, None))
             return
@@ -114,8 +114,8 @@ class AttachableTier(Tier):
     def longest_rest_ms(self, limit_ms: int) -> int:
         if self._leaving is not None:
             return min(limit_ms, _LEAVING_POLL_MS)
-        if self._open_again_s is not None and self._opening is None:
-            limit_ms = min(limit_ms, max(0, int(1000 * (self._open_again_s - time.monotonic()))))
+        if self._due_s is not None:
+            limit_ms = min(limit_ms, max(0, int(1000 * (self._due_s - time.monotonic()))))
         return self._tier.longest_rest_ms(limit_ms)
 
     def stats(self) -> TierStats | None:
@@ -126,6 +126,11 @@ class AttachableTier(Tier):
         if self._past is None:
             return stats
         return (stats or TierStats()).after(self._past)
+
+    @property
+    def _due_s(self) -> float | None:
+        """The time to open the configured storage again; `None` if it need not be, or while any is being opened."""
+        return self._open_again_s if self._opening is None else None
 
     @property
     def _waits_for_storage(self) -> bool:
@@ -172,7 +177,7 @@ class AttachableTier(Tier):
                 self._try_later(error)
             else:
                 logger.warning("storage can be used again")
-        if self._open_again_s is not None and self._opening is None and time.monotonic() >= self._open_again_s:
+        if self._due_s is not None and time.monotonic() >= self._due_s:
             assert self._config.storage is not None
             self._open_again_s = None
             self._opening = _Work("storage opening", self._opener(self._config.storage), self.wakeup.wake)

@@ -182,20 +182,21 @@ class Choice:
             delta.logprobs += output.logprobs[position : position + 1]
             if token == stop_token and position == len(output.token_ids) - 1:
                 break
-            watch = self.num_tokens > self._rules.min_tokens
-            self._tell(token, self._matcher.push(self._text([token], delta), watch=watch), delta)
+            self._tell(token, self._matched(self._text([token], delta)), delta)
             if self._matcher.matched is not None:
-                delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
-                return
-        if delta.finish_reason:
-            watch = self.num_tokens > self._rules.min_tokens
-            text = self._matcher.push(self._detokenizer.flush(), watch=watch)
+                break
+        if delta.finish_reason and self._matcher.matched is None:
+            text = self._matched(self._detokenizer.flush())
             stop_text = self._stop_text(stop_token, delta)
             if self._matcher.matched is None:
                 text += self._matcher.flush() + stop_text
-            else:
-                delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
             self._tell(None, text, delta)
+        if self._matcher.matched is not None:
+            delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
+
+    def _matched(self, text: str) -> str:
+        """Return the part of the text that can be shown; stop strings count once `min_tokens` is reached."""
+        return self._matcher.push(text, watch=self.num_tokens > self._rules.min_tokens)
 
     def _text(self, tokens: Sequence[int], delta: Delta) -> str:
         return self._detokenizer.push(tokens, delta.text_offsets if delta.logprobs else None)

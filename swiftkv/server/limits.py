@@ -168,15 +168,19 @@ class NodeLimits:
     body_bytes: int = 0
     num_refused_bodies: int = 0
 
+    @property
+    def _num_places(self) -> int:
+        """The connections and files that clients may have at once."""
+        return min(self.max_connections, self.max_files)
+
     def admit(self) -> Admission:
         """Count a new connection, unless there is no place for it."""
         num_taken = self.num_connections + self.num_files
-        num_places = min(self.max_connections, self.max_files)
-        if num_taken >= num_places + SPARE_CONNECTIONS:
+        if num_taken >= self._num_places + SPARE_CONNECTIONS:
             self.num_refused_connections += 1
             return Admission.NONE
         self.num_connections += 1
-        return Admission.REGULAR if num_taken < num_places else Admission.SPARE
+        return Admission.REGULAR if num_taken < self._num_places else Admission.SPARE
 
     def leave(self) -> None:
         """Give the place of an admitted connection back."""
@@ -185,7 +189,7 @@ class NodeLimits:
 
     def take_file(self) -> bool:
         """Count a file that a request is about to open, or return `False` if there is no place for it."""
-        if self.num_connections + self.num_files >= min(self.max_connections, self.max_files):
+        if self.num_connections + self.num_files >= self._num_places:
             self.num_refused_connections += 1
             return False
         self.num_files += 1

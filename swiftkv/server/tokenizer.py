@@ -34,13 +34,12 @@ _PROBE = [
     {"role": "assistant", "content": " c\n"},
     {"role": "user", "content": "d"},
 ]
-_LATE_SYSTEM = "swiftkv late system"
+_SHOWN = "swiftkv shown"
 _LATE_PROBE = [
     {"role": "system", "content": "a"},
     {"role": "user", "content": "b"},
-    {"role": "system", "content": _LATE_SYSTEM},
+    {"role": "system", "content": _SHOWN},
 ]
-_SHOWN = "swiftkv shown"
 _SHORT_ID_CHARS = 9
 _PARTS_PROBES = [
     [{"role": "user", "content": _SHOWN}],
@@ -227,10 +226,7 @@ class Tokenizer:
     @cached_property
     def _shows_late_system(self) -> bool:
         """Whether the chat template shows later system messages, too, in their places."""
-        try:
-            return _LATE_SYSTEM in self._render(_LATE_PROBE, _AS_USUAL)
-        except ApiError:
-            return False
+        return self._shows(_LATE_PROBE)
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -243,6 +239,7 @@ class Tokenizer:
         return not self._shows(_calling("call_of_another_model")) and self._shows(_calling("a" * _SHORT_ID_CHARS))
 
     def _shows(self, probe: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the chat template takes a conversation and shows `_SHOWN`, which is in it."""
         try:
             return _SHOWN in self._render(probe, _AS_USUAL)
         except ApiError:
