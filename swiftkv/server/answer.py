@@ -11,18 +11,19 @@ from typing import ClassVar, Generic, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
-from swiftkv.server.choices import (
-    Choice,
-    Delta,
+from swiftkv.server.choices import Choice, Delta
+from swiftkv.server.errors import ApiError
+from swiftkv.server.generation import Generation
+from swiftkv.server.models import ModelHandle
+from swiftkv.server.named_logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
     TokenNames,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
     prompt_offsets,
 )
-from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import Generation
-from swiftkv.server.models import ModelHandle
 from swiftkv.server.protocol import ChatBody, CompletionBody
 from swiftkv.server.reasoning import Sections
 from swiftkv.server.responses import (
@@ -34,14 +35,13 @@ from swiftkv.server.responses import (
     ChatDelta,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     FunctionCall,
-    PromptLogprobs,
     ToolCall,
     Usage,
 )
 from swiftkv.server.sampling import stop_rules
 from swiftkv.server.sse import END_OF_STREAM, plain_events
+from swiftkv.server.text_tokens import TextTokens
 from swiftkv.server.tiers import tier_of
 from swiftkv.server.tools import tool_use
 from swiftkv.server.usage import RunningUsage
@@ -91,8 +91,17 @@ def make_choices(
         ]
     tools = tool_use(model.tool_parser, body, is_held=is_held)
     prompt_ids = prompts[0].token_ids
+    finds_text = bool(body.logprobs) and body.logprobs_of_text
     return [
-        Choice(index, prompt_ids, model.tokenizer, rules, tools, _sections(model, body, prompt_ids))
+        Choice(
+            index,
+            prompt_ids,
+            model.tokenizer,
+            rules,
+            tools,
+            _sections(model, body, prompt_ids),
+            TextTokens() if finds_text else None,
+        )
         for index in range(n)
     ]
 

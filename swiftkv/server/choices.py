@@ -1,40 +1,23 @@
-"""One sequence of a request on its way to the client: tokens become text, stop strings end it, logprobs get names."""
+"""One sequence of a request on its way to the client: tokens become text, and stop strings end it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
 
-import msgspec
-
-from swiftkv.engine.messages import TokenLogprobs, unpack_prompt_logprobs
+from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.server.detokenizer import Detokenizer, StopMatcher, StopStrings
 from swiftkv.server.generation import Generation, SequenceOutput
 from swiftkv.server.reasoning import SectionEvent, Sections, Thought
-from swiftkv.server.responses import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    FunctionDelta,
-    PromptLogprob,
-    PromptLogprobs,
-    ToolCallDelta,
-    TopLogprob,
-)
+from swiftkv.server.responses import FunctionDelta, ToolCallDelta
+from swiftkv.server.text_tokens import TextToken, TextTokens, token_by_token
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said, ToolEvent
 from swiftkv.server.tools import ToolUse
 
-T = TypeVar("T")
-
 _MAX_TOKENS_ON_LOOP = 256
 """The most tokens decoded on the event loop: a slow reader finds thousands waiting, which take milliseconds."""
-
-_encoder = msgspec.json.Encoder()
-# JSON has no infinity; vLLM writes this number for it.
-_LOWEST_LOGPROB = -9999.0
 
 
 @dataclass(slots=True)
@@ -55,6 +38,10 @@ class Delta:
     num_reasoning_tokens: int = 0
     parts: list[str | ToolCallDelta] = field(default_factory=list)
     """The text and the calls in their order, where there may be calls."""
+    decoded: str = ""
+    """All text of the tokens, before stop strings are held back and reasoning and calls are taken out."""
+    text_tokens: list[TextToken] = field(default_factory=list)
+    """The tokens of `text`, for protocols that show log-probabilities beside the text alone."""
 
     def append(self, later: Delta) -> None:
         """Add a later delta of the same choice."""
@@ -140,7 +127,9 @@ class Choice:
         stop: StopRules,
         tools: ToolUse | None = None,
         sections: Sections | None = None,
+        text_tokens: TextTokens | None = None,
     ) -> None:
+        """`text_tokens`: finds the tokens of the text; `None` if nobody asks for them."""
         self.index = index
         self.num_tokens = 0
         self._rules = stop
@@ -150,6 +139,31 @@ class Choice:
         self._matcher = stop.new_matcher()
         self._calls = None if tools is None else _Calls(tools)
         self._sections = sections  # `None` once the rest of the answer is text for the user
+        self._text_tokens = text_tokens
+
+    def decode(self, output: SequenceOutput) -> list[Delta]:
+        """Decode what the engine sent: one delta, or one for each token if it shall be known which are the text's."""
+        if self._text_tokens is None:
+            return [self.push(output)]
+        deltas: list[Delta] = []
+        for part in token_by_token(output):
+            deltas.append(self._push_token(part, self._text_tokens))
+            if deltas[-1].finish_reason:
+                break
+        return deltas
+
+    def _push_token(self, output: SequenceOutput, text_tokens: TextTokens) -> Delta:
+        is_mark = self._sections is not None and any(map(self._sections.is_mark, output.token_ids))
+        delta = self.push(output)
+        if delta.logprobs and not is_mark:
+            [token_id], [logprobs] = delta.token_ids, delta.logprobs
+            if delta.decoded or not self._tokenizer.is_special(token_id):  # a part of a character waits for the rest
+                text_tokens.push(TextToken(token_id, logprobs), delta.decoded)
+        if delta.text:
+            delta.text_tokens = text_tokens.take(delta.text)
+        if is_mark or delta.reasoning or delta.calls:
+            text_tokens.forget(in_call=bool(delta.calls))
+        return delta
 
     def push(self, output: SequenceOutput) -> Delta:
         """Decode what the engine sent. A stop string can set the delta's `finish_reason` before the engine does."""
@@ -171,7 +185,7 @@ class Choice:
         delta.token_ids, delta.logprobs = tokens, output.logprobs
         delta.text = self._text(tokens if stop_token is None else tokens[:-1], delta)
         if delta.finish_reason:
-            delta.text += self._detokenizer.flush() + self._stop_text(stop_token, delta)
+            delta.text += self._flushed(delta) + self._stop_text(stop_token, delta)
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
@@ -186,7 +200,7 @@ class Choice:
             if self._matcher.matched is not None:
                 break
         if delta.finish_reason and self._matcher.matched is None:
-            text = self._matched(self._detokenizer.flush())
+            text = self._matched(self._flushed(delta))
             stop_text = self._stop_text(stop_token, delta)
             if self._matcher.matched is None:
                 text += self._matcher.flush() + stop_text
@@ -199,7 +213,14 @@ class Choice:
         return self._matcher.push(text, watch=self.num_tokens > self._rules.min_tokens)
 
     def _text(self, tokens: Sequence[int], delta: Delta) -> str:
-        return self._detokenizer.push(tokens, delta.text_offsets if delta.logprobs else None)
+        text = self._detokenizer.push(tokens, delta.text_offsets if delta.logprobs else None)
+        delta.decoded += text
+        return text
+
+    def _flushed(self, delta: Delta) -> str:
+        text = self._detokenizer.flush()
+        delta.decoded += text
+        return text
 
     def _stop_text(self, token: int | None, delta: Delta) -> str:
         """Return the text of the token that ended the choice, if there is one that the client is to see."""
@@ -253,112 +274,13 @@ async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIter
     """Yield the engine's output as text, and end sequences that met a stop string."""
 
     def decode(outputs: list[SequenceOutput]) -> list[Delta]:
-        return [choices[output.index].push(output) for output in outputs]
+        return [delta for output in outputs for delta in choices[output.index].decode(output)]
 
     async for outputs in generation:
         is_small = sum(len(output.token_ids) for output in outputs) <= _MAX_TOKENS_ON_LOOP
         batch = decode(outputs) if is_small else await asyncio.to_thread(decode, outputs)
-        for delta, output in zip(batch, outputs, strict=True):
-            if delta.finish_reason and not output.finish_reason:
+        ended = {output.index for output in outputs if output.finish_reason}
+        for delta in batch:
+            if delta.finish_reason and delta.index not in ended:
                 generation.finish(delta.index, "stop")
         yield batch
-
-
-def _encoded(value: T) -> T:
-    """Return `value` as the JSON that it will be in an answer.
-
-    The encoder holds the GIL: a long list is encoded entry by entry, so that other threads can run in between.
-    """
-    return cast("T", msgspec.Raw(_encoder.encode(value)))
-
-
-class TokenNames:
-    """The tokens of one model as logprobs name them: by their texts, or `token_id:7` where that is asked for."""
-
-    def __init__(self, tokenizer: Tokenizer, *, by_id: bool) -> None:
-        self.tokenizer = tokenizer
-        self._by_id = by_id
-
-    def of(self, token_id: int) -> str:
-        """Return the name of a token."""
-        return f"token_id:{token_id}" if self._by_id else self.tokenizer.token_text(token_id)
-
-
-def completion_logprobs(
-    names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text_offsets: list[int]
-) -> CompletionLogprobs:
-    """Return logprobs in the shape of OpenAI's completions. `None` is for the first token of an echoed prompt."""
-    result = CompletionLogprobs([], [], [], text_offsets)
-    for token_id, entry in zip(token_ids, logprobs, strict=True):
-        name = names.of(token_id)
-        result.tokens.append(name)
-        result.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        top = None if entry is None else {**_top(names, entry), name: _finite(entry.logprob)}
-        result.top_logprobs.append(_encoded(top))
-    return result
-
-
-def prompt_offsets(tokenizer: Tokenizer, prompt_ids: Sequence[int], text: str) -> list[int]:
-    """Return where in `text` each token of a prompt begins. Special tokens that were added to it take no characters."""
-    detokenizer = Detokenizer(tokenizer.backend, (), skip_special_tokens=False)
-    offsets: list[int] = []
-    for token_id in prompt_ids:
-        is_added = tokenizer.is_special(token_id) and not text.startswith(
-            tokenizer.token_text(token_id), detokenizer.num_chars
-        )
-        if is_added:
-            offsets.append(detokenizer.num_chars)
-        else:
-            detokenizer.push([token_id], offsets)
-    return offsets
-
-
-def chat_logprobs(names: TokenNames, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return logprobs in the shape of OpenAI's chats."""
-    token_bytes = names.tokenizer.token_bytes
-    return ChatLogprobs(
-        [
-            _encoded(
-                ChatTokenLogprob(
-                    names.of(token_id),
-                    _finite(entry.logprob),
-                    token_bytes(token_id),
-                    [
-                        TopLogprob(names.of(top_id), _finite(logprob), token_bytes(top_id))
-                        for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-                    ],
-                )
-            )
-            for token_id, entry in zip(token_ids, logprobs, strict=True)
-        ]
-    )
-
-
-def prompt_logprobs(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], packed: list[bytes], num_top: int
-) -> PromptLogprobs:
-    """Return logprobs in vLLM's shape: one entry per prompt token, the first of which is `None`.
-
-    `packed` may have more than the `num_top` likeliest tokens that are wanted of each.
-    """
-    result: PromptLogprobs = [None]
-    for token_id, whole in zip(prompt_ids[1:], unpack_prompt_logprobs(packed), strict=True):
-        entry = whole.with_top(num_top)
-        ranked = zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
-        by_id = {
-            str(top_id): PromptLogprob(_finite(logprob), rank, tokenizer.token_text(top_id))
-            for top_id, logprob, rank in ranked
-        }
-        by_id[str(token_id)] = PromptLogprob(_finite(entry.logprob), entry.rank, tokenizer.token_text(token_id))
-        result.append(_encoded(by_id))
-    return _encoded(result)
-
-
-def _top(names: TokenNames, entry: TokenLogprobs) -> dict[str, float]:
-    return {
-        names.of(top_id): _finite(logprob) for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-    }
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST_LOGPROB)

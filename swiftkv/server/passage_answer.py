@@ -10,11 +10,14 @@ from msgspec import Struct
 
 from swiftkv.server.answer import Answer, BegunRequest
 from swiftkv.server.choices import Delta
+from swiftkv.server.named_logprobs import ChatTokenLogprob, chat_logprobs
 from swiftkv.server.passages import PassageEvent, Passages
 from swiftkv.server.protocol import ChatBody
 from swiftkv.server.sse import NamedEvent, named_events
+from swiftkv.server.text_tokens import TextToken
 
 _SMALL_CHARS = 1 << 16
+_SMALL_LOGPROBS = 512
 
 
 class PassageAnswer(Answer):
@@ -59,11 +62,18 @@ class PassageAnswer(Answer):
 
     @property
     def has_small_closing(self) -> bool:
-        return self.passages.num_chars <= _SMALL_CHARS
+        return self.passages.num_chars <= _SMALL_CHARS and self.passages.num_logprobs <= _SMALL_LOGPROBS
 
     def _happened(self, batch: Sequence[Delta]) -> Iterator[PassageEvent]:
         self._count(batch)
         for delta in batch:
             if delta.finish_reason is not None:
                 self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            yield from self.passages.take(delta)
+            yield from self.passages.take(delta, self._text_logprobs(delta.text_tokens))
+
+    def _text_logprobs(self, tokens: Sequence[TextToken]) -> Sequence[ChatTokenLogprob]:
+        if not tokens:
+            return ()
+        return chat_logprobs(
+            self._token_names, [token.token_id for token in tokens], [token.logprobs for token in tokens]
+        ).content

@@ -5,12 +5,13 @@ OpenAI's responses and Anthropic's messages are written from these events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
 from swiftkv.server.choices import Delta
+from swiftkv.server.named_logprobs import ChatTokenLogprob
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class TextPassage:
     index: int
     pieces: list[str] = field(default_factory=list)
     is_cut: bool = False
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class Opened:
 class Grown:
     passage: Passage
     text: str
+    logprobs: Sequence[ChatTokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,14 @@ class Passages:
     def __init__(self) -> None:
         self.all: list[Passage] = []
         self.num_chars = 0
+        self.num_logprobs = 0
         self._open: Passage | None = None
 
-    def take(self, delta: Delta) -> Iterator[PassageEvent]:
-        """Yield a delta's events. The last delta closes the last passage; there is at least an empty text."""
+    def take(self, delta: Delta, logprobs: Sequence[ChatTokenLogprob] = ()) -> Iterator[PassageEvent]:
+        """Yield a delta's events. The last delta closes the last passage; there is at least an empty text.
+
+        `logprobs` are those of `delta.text_tokens`, and go with the delta's first text.
+        """
         if delta.reasoning:
             if not isinstance(self._open, ThoughtPassage):
                 yield from self._begin(ThoughtPassage(len(self.all)))
@@ -87,7 +94,8 @@ class Passages:
             if isinstance(part, str):
                 if not isinstance(self._open, TextPassage):
                     yield from self._begin(TextPassage(len(self.all)))
-                yield self._grow(part)
+                yield self._grow(part, logprobs)
+                logprobs = ()
                 continue
             if part.id is not UNSET:
                 assert part.function.name is not UNSET
@@ -110,11 +118,14 @@ class Passages:
         self._open = passage
         yield Opened(passage)
 
-    def _grow(self, text: str) -> Grown:
+    def _grow(self, text: str, logprobs: Sequence[ChatTokenLogprob] = ()) -> Grown:
         assert self._open is not None
         self._open.pieces.append(text)
         self.num_chars += len(text)
-        return Grown(self._open, text)
+        if isinstance(self._open, TextPassage):
+            self._open.logprobs += logprobs
+            self.num_logprobs += len(logprobs)
+        return Grown(self._open, text, logprobs)
 
     def _close(self, *, is_cut: bool) -> Iterator[PassageEvent]:
         if self._open is not None:

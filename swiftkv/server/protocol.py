@@ -246,6 +246,8 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_
 class ChatBody(GenerationBody, ToolFields, TemplateFields):
     must_fit: ClassVar[bool] = True
     """Whether a `max_tokens` beyond the room in the context is refused. If not, the answer ends where the room does."""
+    logprobs_of_text: ClassVar[bool] = False
+    """Whether log-probabilities are shown of the text's tokens alone, and not of reasoning and calls."""
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None

@@ -14,6 +14,7 @@ from swiftkv.server.batches.objects import FileDeleted, OfflineBatch, OfflineBat
 from swiftkv.server.cache_views import CacheCleared, CacheOverview, PinChange, RequestMatch
 from swiftkv.server.errors import AnthropicError, ErrorResponse
 from swiftkv.server.messages_api.objects import AnthropicModel, AnthropicModelList, MessageObject, TokenCount
+from swiftkv.server.named_logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from swiftkv.server.node_views import (
     BudgetChange,
     Health,
@@ -52,23 +53,6 @@ class Usage(Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-class PromptLogprob(Struct):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry per prompt token, by token id; the first token has none."""
-
-
-class CompletionLogprobs(Struct):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
 class CompletionChoice(Struct):
     index: int
     text: str
@@ -90,24 +74,6 @@ class Completion(Struct):
     object: Literal["text_completion"] = "text_completion"
     service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType = UNSET
-
-
-class TopLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
 
 
 class FunctionCall(Struct):

@@ -7,9 +7,10 @@ import pytest
 from echo_gateway import train_tokenizer
 
 from swiftkv.engine.messages import TokenLogprobs
-from swiftkv.server.choices import Choice, Delta, StopRules, deltas, prompt_offsets
+from swiftkv.server.choices import Choice, Delta, StopRules, deltas
 from swiftkv.server.detokenizer import REPLACEMENT, StopStrings
 from swiftkv.server.generation import Generation, SequenceOutput
+from swiftkv.server.named_logprobs import prompt_offsets
 from swiftkv.server.reasoning_parsers import choose_reasoning
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers import TOOL_PARSERS

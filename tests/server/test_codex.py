@@ -206,7 +206,6 @@ def test_fields_that_nobody_knows_are_left_out_for_codex_alone(tool_gateway: Gat
         ({"tools": [{"type": "mcp", "server_label": "a", "server_url": "https://a"}]}, "tools.0"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]}, "input.0.content"),
     ],
 )

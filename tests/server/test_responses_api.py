@@ -107,6 +107,40 @@ def test_a_stream_joins_to_the_whole(gateway: Gateway) -> None:
     assert dump(last.response) == dump(whole)
 
 
+def test_texts_have_the_logprobs_of_their_tokens(tool_gateway: Gateway, tokenizer: Tokenizer) -> None:
+    client = tool_gateway.openai()
+    asked = {**TOOLED, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = client.responses.create(**asked)
+    assert whole.top_logprobs == 2
+    parts = [item.content[0] for item in whole.output if item.type == "message"]
+    assert len(parts) > 1
+    for part in parts:
+        assert part.type == "output_text"
+        assert part.logprobs
+        # Spaces around calls are no text, but may share a token with it.
+        joined = b"".join(bytes(entry.bytes) for entry in part.logprobs).decode()
+        assert joined.strip() == part.text.strip()
+        for entry in part.logprobs:
+            [token_id] = tokenizer.encode(entry.token, add_special_tokens=False)
+            assert entry.logprob == pytest.approx(-(token_id % 10) / 10)
+            assert [top.logprob for top in entry.top_logprobs] == pytest.approx([entry.logprob, entry.logprob - 1])
+    events = told(client, asked)
+    grown = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    done = [entry for event in events if event.type == "response.output_text.done" for entry in event.logprobs]
+    of_parts = [entry for part in parts if part.type == "output_text" for entry in part.logprobs or ()]
+    assert [entry.to_dict() for entry in grown] == [entry.to_dict() for entry in of_parts]
+    assert [entry.to_dict() for entry in done] == [entry.to_dict() for entry in of_parts]
+    assert dump(events[-1].response) == dump(whole)
+
+
+def test_top_logprobs_alone_bring_none(gateway: Gateway) -> None:
+    response = gateway.openai().responses.create(**ASKED, top_logprobs=2)
+    [message] = response.output
+    assert message.type == "message"
+    assert message.content[0].type == "output_text"
+    assert message.content[0].logprobs == []
+
+
 def test_the_wire_format_of_a_stream(gateway: Gateway) -> None:
     with gateway.http() as http:
         response = http.post("/v1/responses", json={**ASKED, "stream": True})
@@ -207,7 +241,8 @@ def test_what_an_answer_has_can_be_sent_back(tool_gateway: Gateway) -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["message.output_text.logits"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"reasoning": {"effort": "little"}}, "reasoning.effort"),
         ({"tools": [{"type": "file_search"}]}, "tools.0"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),

@@ -260,7 +260,6 @@ def test_responses_are_sampled_as_chats_are(http: httpx.Client) -> None:
         ("/v1/completions", {"use_beam_search": True, "n": 2}, "use_beam_search"),
         ("/v1/completions", {"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ("/v1/completions", {"allowed_token_ids": [1, 2]}, "allowed_token_ids"),
-        ("/v1/responses", {"top_logprobs": 3}, "top_logprobs"),
         ("/v1/responses", {"stop": "STOP"}, "stop"),
         ("/v1/responses", {"enable_response_messages": True}, "enable_response_messages"),
     ],

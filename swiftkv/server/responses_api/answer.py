@@ -81,10 +81,9 @@ class ResponsesAnswer(PassageAnswer):
                 return [self._item_event("added", passage), self._part_event("added", passage)]
             case Opened(passage):
                 return [self._item_event("added", passage)]
-            case Grown(TextPassage() as passage, text):
-                return [
-                    self._event(TextDelta, "response.output_text.delta", self._item_id(passage), passage.index, 0, text)
-                ]
+            case Grown(TextPassage() as passage, text, logprobs):
+                kind = "response.output_text.delta"
+                return [self._event(TextDelta, kind, self._item_id(passage), passage.index, 0, text, logprobs)]
             case Grown(ThoughtPassage() as passage, text):
                 kind = "response.reasoning_text.delta"
                 return [self._event(ReasoningDelta, kind, self._item_id(passage), passage.index, 0, text)]
@@ -130,9 +129,9 @@ class ResponsesAnswer(PassageAnswer):
         return self._event(ItemEvent, f"response.output_item.{what}", passage.index, self._item(passage, status))
 
     def _part_event(self, what: str, passage: TextPassage | ThoughtPassage) -> NamedEvent:
-        part = ReasoningText if isinstance(passage, ThoughtPassage) else OutputText
+        part = ReasoningText(content(passage)) if isinstance(passage, ThoughtPassage) else _output_text(passage)
         kind = f"response.content_part.{what}"
-        return self._event(PartEvent, kind, self._item_id(passage), passage.index, 0, part(content(passage)))
+        return self._event(PartEvent, kind, self._item_id(passage), passage.index, 0, part)
 
     def _done(self, passage: Passage) -> list[NamedEvent]:
         item_id, text = self._item_id(passage), content(passage)
@@ -145,7 +144,8 @@ class ResponsesAnswer(PassageAnswer):
         if isinstance(passage, ThoughtPassage):
             done = self._event(ReasoningDone, "response.reasoning_text.done", item_id, passage.index, 0, text)
         else:
-            done = self._event(TextDone, "response.output_text.done", item_id, passage.index, 0, text)
+            kind = "response.output_text.done"
+            done = self._event(TextDone, kind, item_id, passage.index, 0, text, passage.logprobs)
         return [done, self._part_event("done", passage)]
 
     def _custom_done(self, item_id: str, index: int, text: str) -> list[NamedEvent]:
@@ -162,7 +162,7 @@ class ResponsesAnswer(PassageAnswer):
         if isinstance(passage, ThoughtPassage):
             thoughts = [] if is_begun else [ReasoningText(content(passage))]
             return ReasoningOutput(self._item_id(passage), thoughts, status)
-        return OutputMessage(self._item_id(passage), [] if is_begun else [OutputText(content(passage))], status)
+        return OutputMessage(self._item_id(passage), [] if is_begun else [_output_text(passage)], status)
 
     def _call(self, passage: CallPassage, status: Status) -> FunctionCallItem | CustomCallItem:
         tool, text = self._asked.tool_called(passage.name), content(passage)
@@ -205,6 +205,7 @@ class ResponsesAnswer(PassageAnswer):
             user=asked.user,
             reasoning=Effort(None if asked.reasoning is None else asked.reasoning.effort),
             service_tier=self.service_tier,
+            top_logprobs=asked.top_logprobs or 0,
         )
         if status == "completed":
             response.completed_at = int(time.time())
@@ -230,6 +231,10 @@ def _input_details(details: PromptTokensDetails | UnsetType) -> InputTokensDetai
     if details is UNSET:
         return InputTokensDetails(0)
     return InputTokensDetails(details.cached_tokens, cached_tokens_details=details.cached_tokens_details)
+
+
+def _output_text(passage: TextPassage) -> OutputText:
+    return OutputText(content(passage), logprobs=passage.logprobs)
 
 
 def _status_of(passage: Passage) -> Status:

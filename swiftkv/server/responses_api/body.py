@@ -57,7 +57,7 @@ class InputText(Body):
     type: Annotated[Literal["input_text", "output_text", "text"], BeforeValidator(_ONLY_TEXTS)]
     text: Text
     annotations: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)
-    logprobs: list[Any] | None = Field(None, description="Accepted, not used", max_length=LIMITS.content_parts)
+    logprobs: list[Any] | None = Field(None, description="Accepted, not used")
 
 
 InputTexts = Annotated[list[InputText], Field(fail_fast=True, max_length=LIMITS.content_parts)]
@@ -225,7 +225,9 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Accepted, not used")
 
 
+_TEXT_LOGPROBS = "message.output_text.logprobs"
 Included = Literal[
+    "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -240,6 +242,7 @@ class ResponsesChat(ChatBody):
     """The chat that a request is translated to. Clients of this API send an effort, whatever the model."""
 
     must_take_effort: ClassVar[bool] = False
+    logprobs_of_text: ClassVar[bool] = True
 
 
 class ResponsesBody(SamplingFields):
@@ -275,8 +278,12 @@ class ResponsesBody(SamplingFields):
     prompt: Annotated[None, Unsupported()] = None
     background: Annotated[None, Unsupported(False)] = None
     truncation: Annotated[None, Unsupported("disabled")] = None
-    include: list[Included] | None = Field(None, description="Accepted, not used", max_length=len(get_args(Included)))
-    top_logprobs: Annotated[None, Unsupported(0)] = None
+    include: list[Included] | None = Field(
+        None, description=f"Only `{_TEXT_LOGPROBS}` has an effect", max_length=len(get_args(Included))
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = Field(
+        None, description=f"Without effect if `include` has no `{_TEXT_LOGPROBS}`"
+    )
 
     _chat: ChatBody = PrivateAttr()
     _request_tools: RequestTools = PrivateAttr()
@@ -293,6 +300,11 @@ class ResponsesBody(SamplingFields):
         tools = encoded(asked_tools, "tools")
         text = encoded({"format": {"type": "text"}, **asked_text}, "text.format.schema")
         self._tools, self._text, self._num_echoed_bytes = Raw(tools), Raw(text), len(tools) + len(text)
+
+    @property
+    def includes_logprobs(self) -> bool:
+        """Whether the answer's texts come with the log-probabilities of their tokens."""
+        return _TEXT_LOGPROBS in (self.include or ())
 
     @property
     def chat(self) -> ChatBody:
@@ -336,6 +348,8 @@ def _chat(body: ResponsesBody, tools: RequestTools) -> ChatBody:
     return ResponsesChat.model_construct(
         **body.shared_fields(),
         messages=list(_messages(body)),
+        logprobs=body.includes_logprobs,
+        top_logprobs=body.top_logprobs if body.includes_logprobs else None,
         max_completion_tokens=body.max_output_tokens,
         tools=tools.for_chat() or None,
         tool_choice=choice,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from swiftkv.server.named_logprobs import ChatTokenLogprob
 from swiftkv.server.sse import NamedEvent
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -15,7 +17,7 @@ class OutputText(Struct):
     text: str
     type: Literal["output_text"] = "output_text"
     annotations: list[str] = field(default_factory=list)
-    logprobs: list[str] = field(default_factory=list)
+    logprobs: Sequence[ChatTokenLogprob] = ()
 
 
 class ReasoningText(Struct):
@@ -156,7 +158,7 @@ class TextDelta(NamedEvent):
     output_index: int
     content_index: int
     delta: str
-    logprobs: list[str] = field(default_factory=list)
+    logprobs: Sequence[ChatTokenLogprob] = ()
 
 
 class TextDone(NamedEvent):
@@ -165,7 +167,7 @@ class TextDone(NamedEvent):
     output_index: int
     content_index: int
     text: str
-    logprobs: list[str] = field(default_factory=list)
+    logprobs: Sequence[ChatTokenLogprob] = ()
 
 
 class ReasoningDelta(NamedEvent):
