@@ -46,7 +46,7 @@ _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself 
 _GIVE_UPS_PER_WATCHDOG = 8  # sets the time in which live followers must notice what rank 0 noticed
 
 
-class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
+class StepOrder(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """Compute this step; `ModelInput` describes the arrays. All int32."""
 
     token_ids: bytearray
@@ -58,22 +58,25 @@ class Step(msgspec.Struct, tag="step", array_like=True, frozen=True):
     local_moves: bytearray
 
 
-class LogitRows(msgspec.Struct, tag="logits", array_like=True, frozen=True):
+class LogitsOrder(msgspec.Struct, tag="logits", array_like=True, frozen=True):
     """Compute the logits of these rows of the last step's hidden states."""
 
     rows: bytearray  # int32
 
 
-class End(msgspec.Struct, tag="end", array_like=True, frozen=True):
+class EndOrder(msgspec.Struct, tag="end", array_like=True, frozen=True):
     """Give up: the engine ends because a rank does not answer."""
 
 
-Order = Step | LogitRows | End
+Order = StepOrder | LogitsOrder | EndOrder
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStep:
-    """The `EngineStep` of a `Step`. Ranks do not borrow: there is one block table per group, and no peer to copy to."""
+    """The `EngineStep` of a `StepOrder`.
+
+    Ranks do not borrow: there is one block table per group, and no peer to copy to.
+    """
 
     token_ids: Int32Array
     positions: Int32Array
@@ -103,9 +106,9 @@ class ReceivedStep:
         return np.empty((0, 5), np.int64)
 
 
-def pack_step(step: EngineStep) -> Step:
+def pack_step(step: EngineStep) -> StepOrder:
     assert len(step.stream_tables) == 1
-    return Step(
+    return StepOrder(
         _pack(step.token_ids),
         _pack(step.positions),
         _pack(step.query_starts),
@@ -116,16 +119,16 @@ def pack_step(step: EngineStep) -> Step:
     )
 
 
-def unpack_step(step: Step) -> ReceivedStep:
+def unpack_step(order: StepOrder) -> ReceivedStep:
     """Return the step's arrays as views of the message."""
     return ReceivedStep(
-        _unpack(step.token_ids),
-        _unpack(step.positions),
-        _unpack(step.query_starts),
-        _unpack(step.context_lens),
-        [_unpack(table) for table in step.block_tables],
-        [_unpack(starts) for starts in step.table_starts],
-        _unpack(step.local_moves).reshape(-1, 3),
+        _unpack(order.token_ids),
+        _unpack(order.positions),
+        _unpack(order.query_starts),
+        _unpack(order.context_lens),
+        [_unpack(table) for table in order.block_tables],
+        [_unpack(starts) for starts in order.table_starts],
+        _unpack(order.local_moves).reshape(-1, 3),
     )
 
 
@@ -170,7 +173,7 @@ class LeadingRunner(ModelRunner):
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
         indices = np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows
-        self._followers.tell(LogitRows(_pack(indices)))
+        self._followers.tell(LogitsOrder(_pack(indices)))
         return super().logits(hidden, indices)
 
 
@@ -196,11 +199,11 @@ class Follower:
         with _giving_up():
             while True:
                 match decoder.decode(self._orders.recv()):
-                    case Step() as step:
-                        hidden = self._runner.forward(unpack_step(step))
-                    case LogitRows(rows=rows):
+                    case StepOrder() as order:
+                        hidden = self._runner.forward(unpack_step(order))
+                    case LogitsOrder(rows=rows):
                         self._runner.logits(hidden, _unpack(rows))
-                    case End():
+                    case EndOrder():
                         raise EngineError("rank 0 gave up")
 
 
@@ -237,7 +240,7 @@ class _Followers:
 
     def blame(self, error: EngineError) -> NoReturn:
         """End the engine, and say which rank did not answer: the one that does not end by itself."""
-        order = self._encoder.encode(End())
+        order = self._encoder.encode(EndOrder())
         for socket in self._sockets:
             with contextlib.suppress(zmq.Again):  # it may be the silent one
                 socket.send(order, zmq.NOBLOCK)
