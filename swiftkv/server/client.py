@@ -21,6 +21,7 @@ from swiftkv.engine.messages import (
     FINISH_STOP,
     HIGH_WATER_MARK,
     MAX_MESSAGE_BYTES,
+    Admitted,
     CacheReport,
     EngineStats,
     FromEngine,
@@ -346,23 +347,42 @@ class EngineClient:
         now_s = time.perf_counter()
         self._outbox.taken(step.messages_taken)
         for admitted in step.admitted:
-            if sequence := self._in_flight.get(admitted.request_id):
-                if sequence.admitted_s is None:
-                    sequence.admitted_s = now_s
-                    self.metrics.count_prompt_tokens(sequence.request.num_prompt_tokens)
-                sequence.cached_tokens = admitted.cached_tokens
-                sequence.cached_by_tier = admitted.hit_tokens_by_tier()
-                sequence.generation.admitted.append((sequence.index, admitted))
-                self.outlook.admitted(admitted.request_id, admitted.cached_tokens, now_s)
+            self._note_admitted(admitted, now_s)
         for part in step.traces or ():
             if sequence := self._in_flight.get(part.request_id):
                 sequence.note_step(part)
-        # Arrays arrive as bytes: two conversions per step, however large the batch.
-        request_ids = np.frombuffer(step.request_ids, "<u8").tolist()
-        token_ids = np.frombuffer(step.token_ids, "<i4").tolist()
+        self._hand_on_tokens(step, now_s)
+        for request_id, pooled in (step.pooled or {}).items():
+            if sequence := self._in_flight.get(request_id):
+                sequence.generation.output(sequence.index).pooled = pooled
+                sequence.generation.end(sequence.index)
+                self._forget(request_id, "stop")
+                sequence.generation.wake()
+        if step.stats is not None and self.engine is not None:  # not the last message of an engine that is gone
+            self._observe(step.stats)
+        self._refuse_late(now_s)
+
+    def _note_admitted(self, admitted: Admitted, now_s: float) -> None:
+        """Note that the engine began a sequence, or that a sequence found more in the cache."""
+        sequence = self._in_flight.get(admitted.request_id)
+        if sequence is None:
+            return
+        if sequence.admitted_s is None:
+            sequence.admitted_s = now_s
+            self.metrics.count_prompt_tokens(sequence.request.num_prompt_tokens)
+        sequence.cached_tokens = admitted.cached_tokens
+        sequence.cached_by_tier = admitted.hit_tokens_by_tier()
+        sequence.generation.admitted.append((sequence.index, admitted))
+        self.outlook.admitted(admitted.request_id, admitted.cached_tokens, now_s)
+
+    def _hand_on_tokens(self, step: StepOutput, now_s: float) -> None:
+        """Give each generation its tokens and their log-probabilities, and end the sequences that have finished."""
         for request_id, logprobs in (step.logprobs or {}).items():
             if sequence := self._in_flight.get(request_id):
                 sequence.generation.output(sequence.index).logprobs += logprobs
+        # Arrays arrive as bytes: two conversions per step, however large the batch.
+        request_ids = np.frombuffer(step.request_ids, "<u8").tolist()
+        token_ids = np.frombuffer(step.token_ids, "<i4").tolist()
         for request_id, token_id, finish in zip(request_ids, token_ids, step.finish_reasons, strict=True):
             sequence = self._in_flight.get(request_id)
             if sequence is None:  # aborted while the step ran
@@ -381,20 +401,14 @@ class EngineClient:
                 generation.end(sequence.index)
                 self._forget(request_id, output.finish_reason)
             generation.wake()
-        for request_id, pooled in (step.pooled or {}).items():
-            if sequence := self._in_flight.get(request_id):
-                sequence.generation.output(sequence.index).pooled = pooled
-                sequence.generation.end(sequence.index)
-                self._forget(request_id, "stop")
-                sequence.generation.wake()
         if request_ids:
             self.metrics.count_generated_tokens(len(request_ids))
-        if step.stats is not None and self.engine is not None:  # not the last message of an engine that is gone
-            self.stats = step.stats
-            self.metrics.observe_engine(step.stats)
-            self.outlook.observe(step.stats)
-            self.storage.observe(step.stats.tier)
-        self._refuse_late(now_s)
+
+    def _observe(self, stats: EngineStats) -> None:
+        self.stats = stats
+        self.metrics.observe_engine(stats)
+        self.outlook.observe(stats)
+        self.storage.observe(stats.tier)
 
     def _refuse_late(self, now_s: float) -> None:
         """Refuse the requests that wait for the engine and can no longer meet their targets."""
