@@ -159,30 +159,33 @@ class AttachableTier(Tier):
         return True
 
     def _go_on(self) -> None:
-        """Take over the results of threads."""
+        """Take what threads have done since the last call, and begin what is due."""
         for stuck in self._stuck:
             stuck.take_back()
         self._stuck = [stuck for stuck in self._stuck if stuck.is_reading]
         if self._opening is not None and self._opening.is_over:
-            opened, error = self._opening.result, self._opening.error
-            self._opening = None
-            if opened is not None:
-                self._tier = self._tier_of(opened)
-                self._open_again_s = None
-            if self._change_id is not None:
-                self._end_change(
-                    None if opened is not None else str(error or "it failed; the node's standard error has the reason")
-                )
-            elif opened is None:
-                self._try_later(error)
-            else:
-                logger.warning("storage can be used again")
+            opening, self._opening = self._opening, None
+            self._take_opened(opening.result, opening.error)
         if self._due_s is not None and time.monotonic() >= self._due_s:
             assert self._config.storage is not None
             self._open_again_s = None
             self._opening = _Work("storage opening", self._opener(self._config.storage), self.wakeup.wake)
         if self._leaving is not None:
             self._leave(self._leaving)
+
+    def _take_opened(self, opened: OpenStorage | None, error: Exception | None) -> None:
+        """Use storage that was opened; if it could not be, answer so, or try again later."""
+        if opened is not None:
+            self._tier = self._tier_of(opened)
+            self._open_again_s = None
+        if self._change_id is not None:
+            self._end_change(
+                None if opened is not None else str(error or "it failed; the node's standard error has the reason")
+            )
+        elif opened is None:
+            self._try_later(error)
+        else:
+            logger.warning("storage can be used again")
 
     def _try_later(self, error: Exception | None) -> None:
         logger.warning("storage cannot be used; trying again every %g s: %s", _OPEN_AGAIN_S, error or "see above")
