@@ -19,7 +19,7 @@ from swiftkv.lease.messages import LeasedBytes, LendingSpec, LinkGeometry
 from swiftkv.lease.wire import SocketWire
 from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.master.borrower import Borrower
-from swiftkv.master.layer_stream import CopyKind
+from swiftkv.master.layer_stream import CopyKind, buffers_of
 from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool, Transport, TwoSidedTransport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
@@ -185,6 +185,6 @@ def links_of(plan: StepPlan, num_groups: int) -> list[int]:
     links: set[int] = set()
     for group in range(num_groups):
         for kind in _COPY_KINDS:
-            for buffer in range(max(1, plan.num_stream_buffers)):
+            for buffer in range(buffers_of(plan)):
                 links.update(np.unique(plan.copies(group, kind, buffer)[:, 0]).tolist())
     return sorted(links)
