@@ -6,7 +6,7 @@ The KV of a sequence lies in layer blocks of the pool, `block_size` tokens each,
     float32, float16   K [num_kv_heads, head_dim, block_size]           V [num_kv_heads, block_size, v_head_dim]
 
 so that one vector load is 16 tokens of a key dimension (bfloat16: of a pair, for the dot-product instructions), or 16
-dimensions of a value (of a pair of tokens). Slots that are not written may hold anything.
+dimensions of a value (of a pair of tokens). The places of tokens that are not written may hold anything.
 
 A sequence's result is the same bit for bit in every batch, for every chunking of its prompt and number of threads.
 """

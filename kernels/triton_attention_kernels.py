@@ -1,8 +1,8 @@
 """The kernels of paged attention; `kernels/triton_attention.py` launches them.
 
 They are in one file, because they share how a tile of keys is loaded and folded in. Scores are kept in powers of two:
-`exp(x) = exp2(x log2(e))`, with the factor folded into the scale. Slots that are not written may hold anything, and
-blocks that no query sees are not read.
+`exp(x) = exp2(x log2(e))`, with the factor folded into the scale. The places of tokens that are not written may hold
+anything, and blocks that no query sees are not read.
 """
 
 from __future__ import annotations

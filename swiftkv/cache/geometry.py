@@ -214,9 +214,8 @@ def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layer
     `pool_layer_blocks` is `K_master` (Eq. 3), `borrowed_blocks` the `K_i` (Eq. 2). Returns `(N_LSC, N_RC)`; their
     sum is the longest sequence in blocks. With nothing borrowed the whole pool is regular.
     """
-    total_borrowed = sum(borrowed_blocks)
-    lsc_slots = min(total_borrowed, pool_layer_blocks)
-    return lsc_slots, (pool_layer_blocks - lsc_slots) // num_layers
+    lsc_layer_blocks = min(sum(borrowed_blocks), pool_layer_blocks)
+    return lsc_layer_blocks, (pool_layer_blocks - lsc_layer_blocks) // num_layers
 
 
 def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> tuple[int, ...]:

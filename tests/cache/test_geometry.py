@@ -52,8 +52,8 @@ def test_layer_block_by_hand() -> None:
 
 
 def test_the_papers_example_of_layer_stream_and_regular_cache() -> None:
-    lsc_slots, rc_blocks = split_pool(100, [9, 8], num_layers=10)
-    assert (lsc_slots, rc_blocks, lsc_slots + rc_blocks) == (17, 8, 25)
+    lsc_layer_blocks, rc_blocks = split_pool(100, [9, 8], num_layers=10)
+    assert (lsc_layer_blocks, rc_blocks, lsc_layer_blocks + rc_blocks) == (17, 8, 25)
     assert split_pool(100, [], num_layers=10) == (0, 10)
 
 
@@ -164,10 +164,10 @@ def test_a_budget_is_whole_extents_within_it(lender: int, borrower: int, pool_bl
 
 @given(pool=st.integers(0, 10**9), borrowed=st.integers(0, 10**9), num_layers=st.integers(1, 100))
 def test_borrowing_more_never_shortens_the_longest_sequence(pool: int, borrowed: int, num_layers: int) -> None:
-    lsc_slots, rc_blocks = split_pool(pool, [borrowed], num_layers)
-    assert lsc_slots + rc_blocks * num_layers <= pool
-    assert sum(split_pool(pool, [borrowed, 1], num_layers)) >= lsc_slots + rc_blocks
-    assert sum(split_pool(pool + 1, [borrowed], num_layers)) >= lsc_slots + rc_blocks
+    lsc_layer_blocks, rc_blocks = split_pool(pool, [borrowed], num_layers)
+    assert lsc_layer_blocks + rc_blocks * num_layers <= pool
+    assert sum(split_pool(pool, [borrowed, 1], num_layers)) >= lsc_layer_blocks + rc_blocks
+    assert sum(split_pool(pool + 1, [borrowed], num_layers)) >= lsc_layer_blocks + rc_blocks
 
 
 def groups_of(
