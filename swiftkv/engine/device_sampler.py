@@ -18,8 +18,15 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.logit_edits import LogitEdits
 from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import GREEDY_BELOW, FinishedSample, LogitRows, PendingSample, Sampled, split_repeated
 from swiftkv.engine.token_counts import TokenCounts
+from swiftkv.engine.token_sampler import (
+    GREEDY_BELOW,
+    FinishedSample,
+    LogitRows,
+    PendingSample,
+    Sampled,
+    split_repeated,
+)
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.host_copies import download, upload
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, forbid_tokens, penalise

@@ -81,8 +81,9 @@ from swiftkv.engine.pins import Pins
 from swiftkv.engine.pooler import Pooler, pooled_by_request
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.sampler import LogitRows, PendingSample, Sampled, TokenSampler, open_sampler
+from swiftkv.engine.sampler import open_sampler
 from swiftkv.engine.statistics import EngineStatistics
+from swiftkv.engine.token_sampler import LogitRows, PendingSample, Sampled, TokenSampler
 from swiftkv.engine.tracing import StepTracer
 from swiftkv.engine.turns import open_turns
 from swiftkv.engine.weights import SleepingWeights

@@ -12,7 +12,7 @@ import torch
 
 from swiftkv.engine.messages import POOLED_TOKEN
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import LogitRows, PendingSample, Sampled
+from swiftkv.engine.token_sampler import LogitRows, PendingSample, Sampled
 from swiftkv.kernels.host_copies import download, upload
 
 

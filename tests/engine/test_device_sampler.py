@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftkv.engine.sampler import LogitRows, Sampler, TokenSampler, open_sampler
+from swiftkv.engine.sampler import Sampler, open_sampler
 from swiftkv.engine.token_masks import TokenMasks
+from swiftkv.engine.token_sampler import LogitRows, TokenSampler
 from tests.engine.test_sampler import EOS, VOCAB, make_request
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here")

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from swiftkv.engine.logprobs import token_logprobs
 from swiftkv.engine.messages import AddRequest, SamplingParams
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import LogitRows, Sampler, uniforms
+from swiftkv.engine.sampler import Sampler, uniforms
+from swiftkv.engine.token_sampler import LogitRows
 
 VOCAB = 97
 EOS = 5

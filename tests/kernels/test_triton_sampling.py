@@ -14,7 +14,8 @@ from torch import Tensor
 
 from swiftkv.engine.messages import AddRequest, SamplingParams
 from swiftkv.engine.request import Request
-from swiftkv.engine.sampler import LogitRows, Sampler, uniforms
+from swiftkv.engine.sampler import Sampler, uniforms
+from swiftkv.engine.token_sampler import LogitRows
 from swiftkv.kernels import triton_logits, triton_logprobs, triton_sampling
 from swiftkv.kernels.triton_logprobs import token_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise

@@ -13,8 +13,8 @@ import torch
 
 from swiftkv.engine.cuda_graphs import DecoderSteps
 from swiftkv.engine.device_sampler import DeviceSampler
-from swiftkv.engine.sampler import LogitRows
 from swiftkv.engine.token_masks import TokenMasks
+from swiftkv.engine.token_sampler import LogitRows
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, GatedActivation
 from swiftkv.kernels.triton_clock import _stamp

@@ -17,8 +17,8 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.device import run_largest_step, run_long_step
 from swiftkv.engine.device_sampler import DeviceSampler
 from swiftkv.engine.messages import EngineConfig
-from swiftkv.engine.sampler import LogitRows
 from swiftkv.engine.token_masks import TokenMasks
+from swiftkv.engine.token_sampler import LogitRows
 from swiftkv.kernels.dispatch import reference_ops, triton_ops
 from swiftkv.models.batch import ModelInput
 from swiftkv.models.loader import MappedWeights, load_decoder
