@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from swiftkv.models.pooling import EmbeddingRecipe
-from swiftkv.policies import Task
+from swiftkv.policies import ServiceTier, Task
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
@@ -25,7 +25,6 @@ from swiftkv.server.targets import NO_TARGETS, Targets
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.server.tenants import ANYBODY, Sender
 from swiftkv.server.threads import BoundedThreads
-from swiftkv.server.tiers import Tier
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.base import ToolParser
 
@@ -46,7 +45,7 @@ class ClientPolicy:
     sender: Sender = ANYBODY
 
     @property
-    def max_tier(self) -> Tier:
+    def max_tier(self) -> ServiceTier:
         """The highest service tier that requests get."""
         return self.sender.max_tier or ("priority" if self.allow_priority else "default")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from swiftkv.server.tiers import Tier
+from swiftkv.policies import ServiceTier
 
 if TYPE_CHECKING:
     from swiftkv.tenant_config import TenantConfig
@@ -35,7 +35,7 @@ class Sender:
     weight: float = 1.0
     name: str | None = None
     part: float = 1.0
-    max_tier: Tier | None = None
+    max_tier: ServiceTier | None = None
     is_private: bool = False
 
     def salt(self, cache_salt: str | None) -> str:

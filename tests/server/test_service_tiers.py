@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from echo_gateway import Gateway
 
-from swiftkv.server.tiers import Tier, WantedTier, priority_in, tier_of
+from swiftkv.policies import ServiceTier
+from swiftkv.server.tiers import WantedTier, priority_in, tier_of
 
 PROMPT = {"model": "chat", "prompt": "one two", "max_tokens": 2}
 CHAT = {"model": "chat", "messages": [{"role": "user", "content": "one"}], "max_tokens": 2}
@@ -27,13 +28,13 @@ CHAT = {"model": "chat", "messages": [{"role": "user", "content": "one"}], "max_
         ("auto", "batch", "batch"),
     ],
 )
-def test_which_tier_serves(wanted: WantedTier | None, highest: Tier, served: Tier) -> None:
+def test_which_tier_serves(wanted: WantedTier | None, highest: ServiceTier, served: ServiceTier) -> None:
     assert tier_of(wanted, highest) == served
 
 
 def test_tiers_come_before_priorities() -> None:
     most, least = -(2**31) + 1, 2**31 - 1
-    tiers: tuple[Tier, ...] = ("priority", "default", "flex", "batch")
+    tiers: tuple[ServiceTier, ...] = ("priority", "default", "flex", "batch")
     order = [priority_in(tier, priority) for tier in tiers for priority in (most, 0, least)]
     assert order == sorted(set(order))
     assert priority_in("default", 7) == 7
