@@ -37,7 +37,7 @@ from lending_node import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv.bench.client import Answer, send
+from swiftkv.bench.client import TimedAnswer, send
 
 NAME = "chat"
 _WARM_LINES = 2
@@ -56,7 +56,7 @@ class Measured:
     offline_tokens: int = 0
     seconds: float = 0.0
 
-    def add(self, answers: list[Answer], generated_tokens: int, seconds: float) -> None:
+    def add(self, answers: list[TimedAnswer], generated_tokens: int, seconds: float) -> None:
         tokens = sum(answer.num_output_tokens for answer in answers)
         self.ttft_s += [answer.ttft_s for answer in answers]
         self.between_s += [gap for answer in answers for gap in answer.itls_s]
@@ -133,7 +133,7 @@ def generated_tokens(node: Node) -> int:
     )
 
 
-async def serve_clients(node: Node, tokens: Tokens, args: argparse.Namespace, number: int) -> list[Answer]:
+async def serve_clients(node: Node, tokens: Tokens, args: argparse.Namespace, number: int) -> list[TimedAnswer]:
     """Send each request of one round when it is due, even if earlier ones have not been answered."""
     rng = random.Random(args.seed + number)
     target = node.target(NAME)

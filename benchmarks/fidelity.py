@@ -40,7 +40,7 @@ from lending_node import (
 )
 
 from swiftkv._core import StepTime, StepWork
-from swiftkv.bench.client import Answer, Target, send
+from swiftkv.bench.client import Target, TimedAnswer, send
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival
 from swiftkv.planning.models import SizedPlan
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
@@ -86,14 +86,14 @@ def alone_s(step_time: StepTime, arrival: Arrival) -> float:
     return step_time.predict(prompt) + arrival.output_tokens * step_time.predict(answers) / 4
 
 
-async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> list[Answer]:
+async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> list[TimedAnswer]:
     """Send each request at its time, even if earlier ones have not been answered."""
     target = Target(f"{node.url}/v1/completions", MODEL, extra_body=EXTRA)
     async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
         prompts = [tokens.fresh(arrival.input_tokens) for arrival in arrivals]
         begin_s = asyncio.get_running_loop().time()
 
-        async def one(arrival: Arrival, prompt: list[int]) -> Answer:
+        async def one(arrival: Arrival, prompt: list[int]) -> TimedAnswer:
             await asyncio.sleep(begin_s + arrival.time_s - asyncio.get_running_loop().time())
             return await send(client, target, prompt, arrival.output_tokens)
 
@@ -110,7 +110,7 @@ class Watch:
     node: Node
     metrics: list[str] = field(default_factory=list)
 
-    async def until(self, done: asyncio.Future[list[Answer]], every_s: float) -> None:
+    async def until(self, done: asyncio.Future[list[TimedAnswer]], every_s: float) -> None:
         async with httpx.AsyncClient() as client:
             while not done.done():
                 await asyncio.wait([done], timeout=every_s)
@@ -130,7 +130,7 @@ class Watch:
 
 async def watched(
     node: Node, arrivals: Sequence[Arrival], tokens: Tokens, every_s: float
-) -> tuple[list[Answer], Watch]:
+) -> tuple[list[TimedAnswer], Watch]:
     """Replay requests, and poll the node's step times meanwhile."""
     watch = Watch(node)
     answers = asyncio.ensure_future(replay(node, arrivals, tokens))
@@ -150,7 +150,7 @@ def simulated(node: Node, arrivals: Sequence[Arrival], terms: dict[str, float]) 
     return outcome.behind(make_gateway_time(MODEL, known))
 
 
-def show(answers: Sequence[Answer], outcomes: dict[str, Outcome]) -> dict[str, dict[str, dict[str, float]]]:
+def show(answers: Sequence[TimedAnswer], outcomes: dict[str, Outcome]) -> dict[str, dict[str, dict[str, float]]]:
     """Print the table, and return by how much each simulation is off."""
     several = [answer for answer in answers if answer.num_output_tokens > 1]
     real = {

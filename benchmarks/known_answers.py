@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 from lending_node import EXTRA, Node, model
 
-from swiftkv.bench.client import Answer, Target, send
+from swiftkv.bench.client import Target, TimedAnswer, send
 
 _TOKEN_IDS = (300, 4000)
 """The range of token ids that are words of the demo models' vocabulary."""
@@ -38,7 +38,7 @@ class Known:
     question: Question
     token_ids: tuple[int, ...]
 
-    def is_wrong(self, answer: Answer) -> bool:
+    def is_wrong(self, answer: TimedAnswer) -> bool:
         """Return whether any token differs; an answer that broke off must be right as far as it goes."""
         tokens = tuple(answer.token_ids)
         return tokens != self.token_ids[: len(tokens) if answer.error else None]
@@ -93,7 +93,7 @@ def converse(
     return conversations
 
 
-async def ask(client: httpx.AsyncClient, url: str, name: str, known: Known) -> Answer:
+async def ask(client: httpx.AsyncClient, url: str, name: str, known: Known) -> TimedAnswer:
     """Ask the model `name` of the node at `url`."""
     target = Target(f"{url}/v1/completions", name, extra_body=EXTRA)
     return await send(client, target, list(known.question.prompt), known.question.max_tokens)

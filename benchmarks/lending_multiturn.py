@@ -51,7 +51,7 @@ from lending_node import (
     write_report,
 )
 
-from swiftkv.bench.client import Answer, Target
+from swiftkv.bench.client import Target, TimedAnswer
 
 NAME = "small"
 POOL_GIB = 1
@@ -169,7 +169,7 @@ class Conversations:
     async def _say(self, number: int, session: int, fresh: list[int], num_tokens: int, is_alone: bool) -> None:
         before = self._stream_seconds() if is_alone else StreamSeconds()
         history = self.history[session]
-        answer: Answer = await ask(self.server.target(NAME), history + fresh, num_tokens)
+        answer: TimedAnswer = await ask(self.server.target(NAME), history + fresh, num_tokens)
         if len(answer.token_ids) != num_tokens:
             raise SystemExit(f"{self.server.name}: {len(answer.token_ids)} token ids came, {num_tokens} were asked for")
         spent = self._stream_seconds() - before if is_alone else StreamSeconds()

@@ -31,7 +31,7 @@ from peers import processor_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.admin_key import find_admin_key
-from swiftkv.bench.client import Answer, Target, send
+from swiftkv.bench.client import Target, TimedAnswer, send
 from swiftkv.checkpoint import make, read_texts, save, standard_library_files, train_tokenizer
 from swiftkv.config import Config, load_config
 from swiftkv.planning.lending import plan_lending
@@ -340,7 +340,7 @@ class Tokens:
         return [self._rng.randrange(*self._vocab) for _ in range(num_tokens)]
 
 
-async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
+async def ask(target: Target, prompt: list[int], num_tokens: int) -> TimedAnswer:
     """Send one request; any failure ends the program."""
     async with httpx.AsyncClient(timeout=900) as client:
         answer = await send(client, target, prompt, num_tokens)
@@ -349,7 +349,7 @@ async def ask(target: Target, prompt: list[int], num_tokens: int) -> Answer:
     return answer
 
 
-def time_per_output_token(answer: Answer) -> float:
+def time_per_output_token(answer: TimedAnswer) -> float:
     """Return the seconds per token, without the first token."""
     return (answer.latency_s - answer.ttft_s) / (answer.num_output_tokens - 1)
 

@@ -42,7 +42,7 @@ from lending_node import (
     write_report,
 )
 
-from swiftkv.bench.client import Answer, send
+from swiftkv.bench.client import TimedAnswer, send
 from swiftkv.latency import prefer_latency
 from swiftkv.lease.messages import LendingState, ShowLending
 
@@ -137,7 +137,7 @@ class Master:
 
     async def recall(self, state: str, watcher: Watcher) -> Recalled:
         target = self._node.target("master")
-        load: asyncio.Task[Answer] | None = None
+        load: asyncio.Task[TimedAnswer] | None = None
         async with httpx.AsyncClient(timeout=900) as client:
             if state == "decoding":
                 prompt = self._tokens.fresh(256)
@@ -163,7 +163,7 @@ class Master:
         )
 
 
-def step_seconds(state: str, answer: Answer, args: argparse.Namespace) -> float:
+def step_seconds(state: str, answer: TimedAnswer, args: argparse.Namespace) -> float:
     """Return the seconds of one step; for decode steps the median, because a recall disturbed one of them."""
     if answer.error:
         raise SystemExit(f"the master, {state}: {answer.error}")

@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 import psutil
 
-from swiftkv.bench.client import Answer, Target, send
+from swiftkv.bench.client import Target, TimedAnswer, send
 
 NUM_DECODED = 128
 NUM_DECODE_PROMPT = 128
@@ -63,7 +63,7 @@ class Session:
     def fresh(self, num_tokens: int) -> list[int]:
         return [self.rng.randrange(*self.vocab) for _ in range(num_tokens)]
 
-    async def ask(self, server: Server, prompt: list[int], num_tokens: int) -> Answer:
+    async def ask(self, server: Server, prompt: list[int], num_tokens: int) -> TimedAnswer:
         answer = await send(self.client, server.target, prompt, num_tokens)
         if answer.error:
             raise SystemExit(f"{server.name}: {answer.error}")

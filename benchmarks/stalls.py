@@ -35,7 +35,7 @@ from lending_node import (
     write_report,
 )
 
-from swiftkv.bench.client import Answer, Target, send
+from swiftkv.bench.client import Target, TimedAnswer, send
 
 VOCAB = (300, 500)
 STREAM_PROMPT = 128
@@ -64,7 +64,7 @@ class Measured:
         target = Target(f"{self.node.url}/v1/completions", "stalls", extra_body=EXTRA)
         async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S) as client:
 
-            def ask(num_prompt: int, num_tokens: int) -> asyncio.Task[Answer]:
+            def ask(num_prompt: int, num_tokens: int) -> asyncio.Task[TimedAnswer]:
                 return asyncio.create_task(send(client, target, tokens.fresh(num_prompt), num_tokens))
 
             streams = [ask(STREAM_PROMPT, args.stream_tokens) for _ in range(args.streams)]
@@ -85,7 +85,7 @@ class Measured:
         self.rounds.append(Round(itls_s, prefill_rate, short_one.ttft_s))
 
 
-def _within(answer: Answer, begin_s: float, end_s: float) -> list[float]:
+def _within(answer: TimedAnswer, begin_s: float, end_s: float) -> list[float]:
     """Return the times between tokens that overlap with `begin_s` to `end_s`."""
     ends_s = list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s))[1:]
     return [itl for itl, at_s in zip(answer.itls_s, ends_s, strict=True) if at_s > begin_s and at_s - itl < end_s]

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swiftkv.config import load_config
-from swiftkv.demo_node import Node, TooLongError, as_engine_error, serving, write_storing_config
+from swiftkv.demo_node import DemoNode, TooLongError, as_engine_error, serving, write_storing_config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import SizedPlan
@@ -136,7 +136,7 @@ def _run(path: Path, console: Console) -> int:
     return _verdict([*turns, *(exchange.turn for exchange in exchanges)], console) or int(num_changed > 0)
 
 
-def _converse(node: Node, model: ModelConfig, console: Console) -> list[Turn]:
+def _converse(node: DemoNode, model: ModelConfig, console: Console) -> list[Turn]:
     """Hold one conversation with `model`, shown as it goes."""
     is_code = model.name == "code"
     table = Table(title=f"{model.name} at {node.base_url(model)}", title_justify="left", show_lines=True, expand=True)
@@ -184,7 +184,7 @@ def _ask_again(client: openai.OpenAI, model: str, turns: Sequence[Turn]) -> Turn
     return _ask(client, model, [*(message for turn in before for message in _as_messages(turn)), _user(last.asked)])
 
 
-def _outgrow(node: Node, model: ModelConfig, plan: SizedPlan, console: Console) -> list[Exchange]:
+def _outgrow(node: DemoNode, model: ModelConfig, plan: SizedPlan, console: Console) -> list[Exchange]:
     """Hold a conversation that grows beyond the model's own pool, with another user in between."""
     loans = node.loans(model)
     lenders = ", ".join(loans)
@@ -227,7 +227,7 @@ def _outgrow(node: Node, model: ModelConfig, plan: SizedPlan, console: Console) 
     return exchanges
 
 
-def _change_budget(node: Node, model: ModelConfig, last: Exchange, console: Console) -> int:
+def _change_budget(node: DemoNode, model: ModelConfig, last: Exchange, console: Console) -> int:
     """Take memory back during an answer, and lend it again; return how many answers changed by that: 0 or 1."""
     lender = max(node.loans(model).items(), key=lambda loan: loan[1])[0]
     state = next(entry for entry in node.admin("GET", "lending")["models"] if entry["model"] == lender)

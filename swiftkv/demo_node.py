@@ -36,7 +36,7 @@ class TooLongError(EngineError):
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolCounts:
     """Counts of a borrower's blocks, of those with KV and of all; its own do not include the layer-stream cache."""
 
     in_own: int
@@ -46,7 +46,7 @@ class Pool:
     stream: int
 
 
-class Node:
+class DemoNode:
     """A running node that serves `config`, as a client sees it."""
 
     def __init__(self, config: Config) -> None:
@@ -88,7 +88,7 @@ class Node:
         key = self._config.node.admin_key() or find_admin_key(self.url) or "none"
         return self._call(method, f"{self.url}/admin/{path}", key, body)
 
-    def pool(self, model: ModelConfig) -> Pool:
+    def pool(self, model: ModelConfig) -> PoolCounts:
         groups = self.admin("GET", f"pools/{model.name}")["groups"]
 
         def total(*states: str) -> int:
@@ -97,7 +97,9 @@ class Node:
         holding = ("used", "cached", "in_flight")
         in_borrowed = total(*(f"borrowed_{state}" for state in holding))
         stream = total("staging")
-        return Pool(total(*holding), total("total") - stream, in_borrowed, in_borrowed + total("borrowed_free"), stream)
+        return PoolCounts(
+            total(*holding), total("total") - stream, in_borrowed, in_borrowed + total("borrowed_free"), stream
+        )
 
     def loans(self, model: ModelConfig) -> dict[str, int]:
         """Return the bytes that `model` borrows, by lender."""
@@ -153,9 +155,9 @@ def as_engine_error(model: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(path: Path, config: Config, console: Console, *options: str) -> Iterator[Node]:
+def serving(path: Path, config: Config, console: Console, *options: str) -> Iterator[DemoNode]:
     """Run a node that serves the file, until the end of the block. Raises `EngineError` if it does not."""
-    node = Node(config)
+    node = DemoNode(config)
     names = ", ".join(model.name for model in config.models)
     with (
         tempfile.TemporaryFile("w+") as log,

@@ -28,7 +28,7 @@ class Target:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """The answer to one request. Times are `time.perf_counter()`'s, in seconds; `error` is empty if all went well."""
 
     start_s: float = 0.0
@@ -63,9 +63,11 @@ def request_body(target: Target, prompt: Prompt | Messages, output_len: int | No
     return body | dict(target.extra_body)
 
 
-async def send(client: httpx.AsyncClient, target: Target, prompt: Prompt | Messages, output_len: int | None) -> Answer:
+async def send(
+    client: httpx.AsyncClient, target: Target, prompt: Prompt | Messages, output_len: int | None
+) -> TimedAnswer:
     """Send one request and read its answer to the end. A failure is described in the answer's `error`."""
-    answer = Answer(start_s=time.perf_counter())
+    answer = TimedAnswer(start_s=time.perf_counter())
     try:
         async with client.stream(
             "POST", target.url, json=request_body(target, prompt, output_len), headers=dict(target.headers)
@@ -91,7 +93,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
-async def _read_stream(response: httpx.Response, answer: Answer) -> None:
+async def _read_stream(response: httpx.Response, answer: TimedAnswer) -> None:
     last_s = answer.start_s
     async for line in _lines(response):
         if not line.startswith(b"data:"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftkv.bench.client import Answer
+from swiftkv.bench.client import TimedAnswer
 
 _HEADINGS = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -21,7 +21,7 @@ _WIDTH = 50
 
 
 def summarize(
-    answers: Sequence[Answer],
+    answers: Sequence[TimedAnswer],
     duration_s: float,
     *,
     metrics: Iterable[str],
@@ -118,18 +118,18 @@ def _row(label: str, value: float) -> str:
     return f"{label:<40} {value:<10}" if isinstance(value, int) else f"{label:<40} {value:<10.2f}"
 
 
-def _tpot_s(answer: Answer) -> float:
+def _tpot_s(answer: TimedAnswer) -> float:
     if answer.num_output_tokens <= 1:
         return 0.0
     return (answer.latency_s - answer.ttft_s) / (answer.num_output_tokens - 1)
 
 
-def _is_good(answer: Answer, goodput_ms: dict[str, float]) -> bool:
+def _is_good(answer: TimedAnswer, goodput_ms: dict[str, float]) -> bool:
     measured_s = {"ttft": answer.ttft_s, "tpot": _tpot_s(answer), "e2el": answer.latency_s}
     return all(measured_s[metric] * 1000 <= limit_ms for metric, limit_ms in goodput_ms.items())
 
 
-def _peak_tokens_per_s(answers: Sequence[Answer]) -> float:
+def _peak_tokens_per_s(answers: Sequence[TimedAnswer]) -> float:
     """Return the most pieces of text in any one second since the first request."""
     if not answers:
         return 0.0
@@ -142,7 +142,7 @@ def _peak_tokens_per_s(answers: Sequence[Answer]) -> float:
     return float(np.bincount(np.array(times_s, dtype=np.int64)).max())
 
 
-def _peak_concurrency(answers: Sequence[Answer]) -> int:
+def _peak_concurrency(answers: Sequence[TimedAnswer]) -> int:
     changes = [(answer.start_s, 1) for answer in answers]
     changes += [(answer.start_s + answer.latency_s, -1) for answer in answers]
     return max(accumulate(change for _, change in sorted(changes)), default=0)

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, AdminError, default_url, request_admin, with_scheme
 from swiftkv.bench import datasets, report
-from swiftkv.bench.client import Answer, Messages, Target, send
+from swiftkv.bench.client import Messages, Target, TimedAnswer, send
 from swiftkv.bench.datasets import Conversation, DatasetError, Prompt, Tokens
 from swiftkv.bench.options import (
     SAMPLING,
@@ -181,7 +181,7 @@ def arrival_times_s(count: int, request_rate: float, burstiness: float, rng: np.
 
 async def _ask_all(
     client: httpx.AsyncClient, target: Target, conversations: Sequence[Conversation], args: argparse.Namespace
-) -> tuple[list[Answer], float]:
+) -> tuple[list[TimedAnswer], float]:
     """Return all answers, conversation by conversation, and how long they took in seconds."""
     may_begin = asyncio.Semaphore(args.max_concurrency) if args.max_concurrency else contextlib.nullcontext()
     arrivals_s = arrival_times_s(
@@ -190,7 +190,7 @@ async def _ask_all(
     with _progress(sum(map(len, conversations)), hidden=args.disable_tqdm) as advance:
         begin_s = time.perf_counter()
 
-        async def converse(conversation: Conversation, arrival_s: float) -> list[Answer]:
+        async def converse(conversation: Conversation, arrival_s: float) -> list[TimedAnswer]:
             await asyncio.sleep(begin_s + arrival_s - time.perf_counter())
             due_s = time.perf_counter()
             history: list[Any] = []
@@ -221,7 +221,7 @@ def _with_history(history: list[Any], prompt: Prompt, target: Target) -> Prompt 
     return [*history, *prompt] if history else prompt
 
 
-def _after(asked: Prompt | Messages, answer: Answer, target: Target) -> list[Any]:
+def _after(asked: Prompt | Messages, answer: TimedAnswer, target: Target) -> list[Any]:
     """Return the beginning of the next turn's prompt."""
     if target.is_chat:
         return [*asked, {"role": "assistant", "content": answer.text}]

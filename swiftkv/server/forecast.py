@@ -92,7 +92,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _AnswerInProgress:
     """A sequence that has a token: how many tokens it attends to, holds alone, and has generated."""
 
     context: int
@@ -125,7 +125,7 @@ class EngineForecast:
         self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: tokens, forecast, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._queue = PromptQueue(self._limits.policy)  # sequences without a token
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _AnswerInProgress] = {}
         self._holding: dict[int, _Holding] = {}  # by priority
         self._context = 0
         self._last_step_s = 0.0
@@ -173,7 +173,7 @@ class EngineForecast:
             assert queued is not None, "a sequence comes before its token"
             self._advance(now_s)
             self._queue.remove(request_id)
-            answer = _Answer(int(queued.num_tokens), int(queued.num_left), queued.priority)
+            answer = _AnswerInProgress(int(queued.num_tokens), int(queued.num_left), queued.priority)
             self._add_answer(request_id, answer)
             if request_id in self._forecasts:
                 num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
@@ -203,14 +203,14 @@ class EngineForecast:
             self._advance(now_s)
             self._queue.remove(request_id)
 
-    def _add_answer(self, request_id: int, answer: _Answer) -> None:
+    def _add_answer(self, request_id: int, answer: _AnswerInProgress) -> None:
         self._answers[request_id] = answer
         self._context += answer.context
         holding = self._holding.setdefault(answer.priority, _Holding())
         holding.num_answers += 1
         holding.num_tokens += answer.held
 
-    def _remove_answer(self, request_id: int) -> _Answer | None:
+    def _remove_answer(self, request_id: int) -> _AnswerInProgress | None:
         answer = self._answers.pop(request_id, None)
         if answer is not None:
             self._context -= answer.context

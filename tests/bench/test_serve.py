@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from swiftkv.bench import datasets, report
-from swiftkv.bench.client import Answer
+from swiftkv.bench.client import TimedAnswer
 from swiftkv.bench.serve import arrival_times_s, main
 from swiftkv.checkpoint import train_tokenizer
 
@@ -308,9 +308,13 @@ def test_arrivals_offer_the_rate_that_was_asked_for(burstiness: float) -> None:
 def test_figures_of_known_answers() -> None:
     """Worked by hand: two requests overlap from 1 s to 2 s, a third failed."""
     answers = [
-        Answer(start_s=10.0, ttft_s=0.5, itls_s=[0.5, 1.0], latency_s=2.0, num_prompt_tokens=8, num_output_tokens=3),
-        Answer(start_s=11.0, ttft_s=0.1, latency_s=0.1, num_prompt_tokens=4, num_output_tokens=1, num_cached_tokens=4),
-        Answer(start_s=11.5, error="HTTP 503"),
+        TimedAnswer(
+            start_s=10.0, ttft_s=0.5, itls_s=[0.5, 1.0], latency_s=2.0, num_prompt_tokens=8, num_output_tokens=3
+        ),
+        TimedAnswer(
+            start_s=11.0, ttft_s=0.1, latency_s=0.1, num_prompt_tokens=4, num_output_tokens=1, num_cached_tokens=4
+        ),
+        TimedAnswer(start_s=11.5, error="HTTP 503"),
     ]
     figures = report.summarize(
         answers, 4.0, metrics=["ttft", "tpot", "itl"], percentiles=[50], goodput_ms={"ttft": 200.0, "tpot": 100.0}
