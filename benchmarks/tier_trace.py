@@ -110,11 +110,10 @@ class StubEngine:
         self._woken = threading.Event()
         self.levels = levels
         self.tier = StorageTier(
-            OpenStorage(spec, "fault", levels, keys),
+            OpenStorage(spec, "fault", levels, keys, [self.pool.reshape(-1)]),
             self.scheduler,
             self._woken.set,
             groups=[GROUP],
-            pool=self.pool.reshape(-1),
             transport=None,
             max_num_seqs=_MAX_NUM_SEQS,
         )

@@ -109,7 +109,7 @@ class Config(Section):
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
             for tier, section in (("host", self.host_of(model)), ("storage", self.storage_of(model))):
                 if section is not None:
-                    why_not = why_not_below(tier, model.device, model.tensor_parallel_size, model.enable_prefix_caching)
+                    why_not = why_not_below(tier, model.device, model.enable_prefix_caching)
                     mistakes += [f"models[{i}].tiers.{tier}: {why}" for why in why_not]
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(

@@ -124,9 +124,7 @@ def write_storing_config(path: Path, model: ModelConfig, directory: Path) -> Pat
 
     Return the path of the copy; `None` if that model cannot have storage, or there is no file.
     """
-    if path.is_dir() or any(
-        why_not_below("storage", model.device, model.tensor_parallel_size, model.enable_prefix_caching)
-    ):
+    if path.is_dir() or any(why_not_below("storage", model.device, model.enable_prefix_caching)):
         return None
     raw = yaml.safe_load(path.read_text())
     for section in raw["models"]:

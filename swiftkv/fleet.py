@@ -228,7 +228,7 @@ class Fleet:
             can_stay=model.tensor_parallel_size == 1,
         )
         lenders = () if lending is None else tuple(peer.name for peer in lending.lenders)
-        why_not = why_not_below("storage", model.device, model.tensor_parallel_size, model.enable_prefix_caching)
+        why_not = why_not_below("storage", model.device, model.enable_prefix_caching)
         storage = StorageChanges(
             plan.name,
             client.storage,

@@ -73,15 +73,10 @@ def check_backends(sections: Mapping[str, TiersConfig | None], file: Path) -> No
             parse_storage(tiers.storage.backend, f"{where}.tiers.storage", file.resolve().parent)
 
 
-def why_not_below(tier: str, device: str, tensor_parallel_size: int, enable_prefix_caching: bool) -> Iterator[str]:
+def why_not_below(tier: str, device: str, enable_prefix_caching: bool) -> Iterator[str]:
     """Yield the reasons why a model cannot have a `tier` (host, storage) below its pool, each with its remedy."""
     otherwise = f"or tiers: {{{tier}: off}} for this model"
     if device != "cpu":
         yield f"KV on a GPU ({device}) is not stored in this version; write device: cpu, {otherwise}"
-    if tensor_parallel_size > 1:
-        yield (
-            f"with tensor_parallel_size {tensor_parallel_size} KV is not stored in this version; write "
-            f"tensor_parallel_size: 1, {otherwise}"
-        )
     if not enable_prefix_caching:
         yield f"without prefix caching nothing is found there; write enable_prefix_caching: true, {otherwise}"

@@ -54,10 +54,6 @@ def one_model(tiers: str, options: str = "") -> str:
             "models[0].tiers.storage: without prefix caching nothing is found there",
         ),
         (
-            one_model(file(), ", tensor_parallel_size: 2"),
-            "models[0].tiers.storage: with tensor_parallel_size 2 KV is not stored in this version",
-        ),
-        (
             one_model(file(), ", device: 'cuda:0'"),
             "models[0].tiers.storage: KV on a GPU (cuda:0) is not stored in this version",
         ),
@@ -74,16 +70,12 @@ def one_model(tiers: str, options: str = "") -> str:
             "{host: off} for this model",
         ),
         (
-            one_model("{host: {ratio: 2}}", ", tensor_parallel_size: 2"),
-            "models[0].tiers.host: with tensor_parallel_size 2 KV is not stored in this version",
-        ),
-        (
             "node: {tiers: {storage: {path: kv}}}\nmodels: [{name: chat, path: somewhere}]",
             "node.tiers.storage.size: missing",
         ),
         (
-            f"node: {{tiers: {file()}}}\nmodels: [{{name: a, path: b, tensor_parallel_size: 2}}]",
-            "models[0].tiers.storage: with tensor_parallel_size 2",
+            f"node: {{tiers: {file()}}}\nmodels: [{{name: a, path: b, device: 'cuda:0'}}]",
+            "models[0].tiers.storage: KV on a GPU (cuda:0)",
         ),
     ],
 )

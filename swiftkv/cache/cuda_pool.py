@@ -32,6 +32,10 @@ class CudaPool:
             ) from error
         self.tensor: torch.Tensor = self._memory.tensor()  # uint8 [nbytes]
 
+    def identity(self) -> tuple[()]:
+        """Return nothing: memory of a device has no descriptor."""
+        return ()
+
     def region_tensor(self, index: int) -> torch.Tensor:
         """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])

@@ -49,6 +49,11 @@ class Pool:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
+    def identity(self) -> tuple[int, int, int]:
+        """Return our descriptor of the memory, and the `st_dev` and `st_ino` of that: no other memory has these."""
+        status = os.fstat(self.fd)
+        return self.fd, status.st_dev, status.st_ino
+
     def region_tensor(self, index: int) -> torch.Tensor:
         """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])

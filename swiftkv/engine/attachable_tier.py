@@ -214,7 +214,7 @@ class AttachableTier(Tier):
         self._change_id = None
 
     def _opener(self, spec: TierSpec) -> Callable[[], OpenStorage]:
-        return lambda: open_storage(spec, Path(self._config.path), self._groups, self._runner.kernels)
+        return lambda: open_storage(spec, Path(self._config.path), self._groups, self._runner)
 
     def _tier_of(self, opened: OpenStorage) -> StorageTier:
         return StorageTier(
@@ -222,7 +222,6 @@ class AttachableTier(Tier):
             self._scheduler,
             self.wakeup.wake,
             groups=self._groups,
-            pool=self._runner.pool.tensor.numpy(),
             transport=self._runner.transport,
             max_num_seqs=self._config.max_num_seqs,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,15 @@ class RankGroup:
         self._prove(secret)
         self._bound_waits(_LOAD_TIMEOUT_S)
 
-    def begin(self, deadline_s: float) -> None:
-        """Return when every rank is here. From then on no call waits longer than `deadline_s` for another rank."""
-        self.all_gather(torch.zeros(1, device=self._device)).cpu()
+    def begin(self, deadline_s: float, told: Sequence[int] = ()) -> list[list[int]]:
+        """Return when every rank is here, with what each tells, as many numbers from all.
+
+        From then on no call waits longer than `deadline_s` for another rank.
+        """
+        gathered = self.all_gather(torch.tensor([0, *told], dtype=torch.int64, device=self._device)).cpu()
         self._bound_waits(deadline_s)
+        numbers: list[list[int]] = gathered[:, 1:].tolist()
+        return numbers
 
     def all_gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty((self.size, *part.shape))

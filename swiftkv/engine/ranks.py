@@ -34,12 +34,13 @@ from swiftkv.engine.messages import EXIT_GAVE_UP, EXIT_LOAD_FAILED, EXIT_NO_ROOM
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
-from swiftkv.errors import EngineError
+from swiftkv.errors import ConfigError, EngineError, TransferError
 from swiftkv.master.layer_stream import CopyKind
 from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended, module_command
 from swiftkv.transport.base import Int64Array
 from swiftkv.transport.fence import Fence
+from swiftkv.transport.shm import map_memory
 
 _STOP_TIMEOUT_S = 5.0
 _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
@@ -159,9 +160,20 @@ class LeadingRunner(ModelRunner):
     def __init__(self, config: EngineConfig, followers: _Followers, background: Background) -> None:
         group = _join_group(config)
         super().__init__(config, group, background)
-        group.begin(_deadline_s(config))  # every rank has loaded its part
+        told = group.begin(_deadline_s(config), self.pool.identity())  # every rank has loaded its part
         self._followers = followers
+        self._pools_of_ranks = list(zip(followers.pids, told[1:], strict=True))
         self._deadline_s = _deadline_s(config)
+
+    def rank_pools(self) -> list[torch.Tensor]:
+        try:
+            others = [
+                map_memory(pid, fd, device, inode, self.pool.nbytes)
+                for pid, (fd, device, inode) in self._pools_of_ranks
+            ]
+        except TransferError as error:
+            raise ConfigError(f"tiers: KV of other ranks is out of reach: {error}") from error
+        return [*super().rank_pools(), *others]
 
     def forward(self, plan: EngineStep) -> torch.Tensor:
         self._followers.tell(pack_step(plan))
@@ -190,7 +202,7 @@ class Follower:
         with _giving_up():
             group = _join_group(config)
             self._runner = ModelRunner(config, group, background)
-            group.begin(_deadline_s(config))
+            group.begin(_deadline_s(config), self._runner.pool.identity())
 
     def run(self) -> None:
         """Follow rank 0's orders. The process ends with `EXIT_GAVE_UP` if another rank is gone or does not answer."""
@@ -228,6 +240,11 @@ class _Followers:
         ]
         for watcher in self._watchers:
             watcher.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The ids of their processes, by rank."""
+        return [process.pid for process in self._processes]
 
     def tell(self, order: Order) -> None:
         """Send an order to every rank. Raises `EngineError` if one takes none."""

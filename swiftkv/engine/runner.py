@@ -104,6 +104,14 @@ class ModelRunner:
         _check_room(config, division, kv_bytes)
         return kv_bytes
 
+    def rank_pools(self) -> list[torch.Tensor]:
+        """Return the pools of all ranks as uint8 `[pool bytes]`, mapped here, our own first. A block lies at one place
+        in all of them.
+
+        Raises `ConfigError` if the pool of another rank cannot be mapped.
+        """
+        return [self.pool.tensor]
+
     def close(self) -> None:
         """Detach the lenders' pools; no step may follow."""
         if self.transport is not None:

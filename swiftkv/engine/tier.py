@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from swiftkv._core import Scheduler
 from swiftkv.cache.geometry import KVGroup
+from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
@@ -25,6 +26,7 @@ from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.tier.rates import LoadPlanner
+from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer
 from swiftkv.transport.base import Transport
 
@@ -88,11 +90,10 @@ class StorageTier(Tier):
         wake: Callable[[], None],
         *,
         groups: list[KVGroup],
-        pool: npt.NDArray[np.uint8],
         transport: Transport | None,
         max_num_seqs: int,
     ) -> None:
-        """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed.
+        """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed: ranks borrow none.
 
         `wake` is called in threads of the tier when the engine should call `before_step`.
         """
@@ -103,17 +104,18 @@ class StorageTier(Tier):
         self._levels = levels
         self._num_dropped_before = scheduler.num_dropped_offers()  # while other storage was attached
         self._groups = groups
-        self._pool = pool
+        self._pools = pools = opened.pools
         self._transport = transport
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
-        self._loader = Loader(levels, keys, wake)
+        stored = StoredBlocks(levels, keys)
+        self._loader = Loader(stored, wake)
         self._loads = Loads(
-            spec, scheduler, self._loader, LoadPlanner(), groups=groups, pool=pool, max_num_seqs=max_num_seqs
+            spec, scheduler, self._loader, LoadPlanner(), groups=groups, pools=pools, max_num_seqs=max_num_seqs
         )
         self._writer = Writer(
-            levels,
-            keys,
+            stored,
+            keys.num_ranks,
             queue_bytes=spec.queue_bytes,
             max_block_bytes=max(group.block_bytes for group in groups),
             may_write=self._may_write,
@@ -121,8 +123,8 @@ class StorageTier(Tier):
         )
         for level in levels.levels:
             if register := level.backend.capabilities.register:
-                register(pool.data)
-                register(self._writer.memory)
+                for memory in (*(pool.data for pool in pools), self._writer.memory):
+                    register(memory)
         self._next_trial_s = 0.0  # monotonic
         self._told = TierStats()
         self._told_s = 0.0  # monotonic
@@ -237,21 +239,23 @@ class StorageTier(Tier):
             num_taken = len(groups)
             places = zip(groups.tolist(), links.tolist(), offsets_bytes.tolist(), strict=True)
             for key, (group, link, offset) in zip(split_keys(block_keys), places, strict=True):
-                pool = self._pool_at(link)
-                if pool is None:
+                pools = self._pools_at(link)
+                if pools is None:
                     self._num_out_of_reach += 1
                 else:
-                    self._writer.add(key, group, pool[offset : offset + self._groups[group].block_bytes])
+                    end = offset + self._groups[group].block_bytes
+                    self._writer.add(BlockName(key, group), [pool[offset:end] for pool in pools])
             self._scheduler.end_copying()
         if self._may_write():
             self._writer.loads_changed()
         return num_taken
 
-    def _pool_at(self, link: int) -> npt.NDArray[np.uint8] | None:
-        """Return our own pool for -1, otherwise that of the link's lender if it can be read in place."""
+    def _pools_at(self, link: int) -> Sequence[npt.NDArray[np.uint8]] | None:
+        """Return our own pools for -1, otherwise that of the link's lender if it can be read in place."""
         if link < 0:
-            return self._pool
-        return None if self._transport is None else self._transport.lender_pool(link)
+            return self._pools
+        pool = None if self._transport is None else self._transport.lender_pool(link)
+        return None if pool is None else [pool]
 
     def _max_stores(self) -> int:
         """Return how many blocks may be copied now; while storage is degraded, one now and then as a trial."""
@@ -272,16 +276,18 @@ class OpenStorage:
     name: str  # the name of the last backend
     levels: Levels
     keys: ObjectKeys
+    pools: Sequence[npt.NDArray[np.uint8]]  # of all ranks, [pool bytes], our own first
 
 
-def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], kernels: str) -> OpenStorage:
+def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], runner: ModelRunner) -> OpenStorage:
     """Open host memory and storage for a model: reads all of its weights, and may be called in any thread.
 
     Raises:
-        ConfigError: The backend cannot be opened.
+        ConfigError: The backend cannot be opened, or the pools of other ranks cannot be mapped.
         OSError: The weights cannot be read, or the host memory cannot be mapped.
     """
-    keys = ObjectKeys(groups, weights_fingerprint(checkpoint), kernels)
+    pools = [pool.numpy() for pool in runner.rank_pools()]
+    keys = ObjectKeys(groups, weights_fingerprint(checkpoint), runner.kernels, len(pools))
     levels = []
     name = "host"
     if spec.host_fd is not None:
@@ -294,7 +300,7 @@ def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], kernel
             levels.append(Level("storage", open_backend(options, keys.fingerprint)))
         except ConfigError as error:
             raise ConfigError(f"tiers.storage.{error}") from error
-    return OpenStorage(spec, name, Levels(levels), keys)
+    return OpenStorage(spec, name, Levels(levels), keys, pools)
 
 
 def _level_stats(level: Level, hit_tokens: int) -> LevelStats:

@@ -81,7 +81,9 @@ class ModelPlan:
     @property
     def storage_tokens(self) -> int | None:
         """The tokens whose KV fits in the storage tier if all groups keep all of them; of windows less is kept."""
-        return None if self.storage_bytes is None else self.storage_bytes // self.bytes_per_token
+        if self.storage_bytes is None:
+            return None
+        return self.storage_bytes // (self.tensor_parallel_size * self.bytes_per_token)
 
     @property
     def chunk_tokens(self) -> int:
@@ -137,15 +139,15 @@ class SizedPlan(ModelPlan):
 
     @property
     def host_bytes(self) -> int | None:
-        """The host memory that the model brings; `None` if it has none below its pool."""
-        return None if self.host is None else self.host.bytes_for(self.pool_bytes)
+        """The host memory that the ranks of the model bring together; `None` if it has none below its pools."""
+        return None if self.host is None else self.tensor_parallel_size * self.host.bytes_for(self.pool_bytes)
 
     @property
     def host_tokens(self) -> int | None:
         """The tokens whose KV fits in that memory if all groups keep all of them; of windows less is kept."""
         if self.host_bytes is None:
             return None
-        block_bytes = [group.block_bytes for group in self.groups]
+        block_bytes = [group.block_bytes for group in self.groups] * self.tensor_parallel_size
         return host_tokens(self.host_bytes, chunk_bytes_for(block_bytes), block_bytes, self.block_size)
 
     @property

@@ -35,18 +35,25 @@ def weights_fingerprint(directory: Path) -> str:
 
 
 class ObjectKeys:
-    """Names the blocks of an engine by weights, data type, layout and KV group, beside the tokens and the salt."""
+    """Names blocks by weights, data type, layout, KV group and rank, beside the tokens and the salt."""
 
-    def __init__(self, groups: Sequence[KVGroup], weights: str, kernels: str) -> None:
-        """`weights` is their fingerprint; `kernels` names those that write KV, because others may round differently."""
+    def __init__(self, groups: Sequence[KVGroup], weights: str, kernels: str, num_ranks: int = 1) -> None:
+        """`weights` is their fingerprint; `kernels` names those that write KV, because others may round differently.
+
+        `groups` are those of one rank.
+        """
         common = [LAYOUT_VERSION, weights, kernels]
-        self._domains = [blake3(msgspec.json.encode([*common, asdict(group)])) for group in groups]
-        self.fingerprint = blake3(b"".join(self._domains))[:16]
+        parts = [[]] if num_ranks == 1 else [[rank, num_ranks] for rank in range(num_ranks)]
+        self.num_ranks = num_ranks
+        self._domains = [
+            [blake3(msgspec.json.encode([*common, asdict(group), *part])) for group in groups] for part in parts
+        ]
+        self.fingerprint = blake3(b"".join(domain for of_rank in self._domains for domain in of_rank))[:16]
         """The first 16 bytes of a hash that names all groups together."""
 
-    def of(self, block_key: bytes, group: int) -> bytes:
-        """Return the name of one group's block."""
-        return blake3(self._domains[group] + block_key)
+    def of(self, block_key: bytes, group: int, rank: int = 0) -> bytes:
+        """Return the name of a rank's part of one group's block."""
+        return blake3(self._domains[rank][group] + block_key)
 
 
 def split_keys(block_keys: bytes) -> Iterator[bytes]:

@@ -15,23 +15,15 @@ import numpy.typing as npt
 from swiftkv.latency import prefer_latency
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import HUNG_S
-from swiftkv.storage.levels import Levels
-from swiftkv.tier.keys import ObjectKeys, split_keys
+from swiftkv.tier.keys import split_keys
 from swiftkv.tier.storage_thread import StorageThread
+from swiftkv.tier.stored_blocks import BlockName, RankParts, StoredBlocks
 
 _BLOCKS_PER_GET = 64
 _GET_BYTES = 8 << 20
 _MAX_GROWTH = 8
 _SHORT_S = 0.005
 """A call that takes less is followed by one of twice its size, because each interrupts the engine once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One group's block of a prompt."""
-
-    block_key: bytes
-    group: int
 
 
 @dataclass(eq=False, slots=True)
@@ -52,10 +44,14 @@ class Search:
 class Target:
     """One block that is read, and where its bytes go."""
 
-    wanted: Wanted
+    name: BlockName
     index: int  # the block's number in its prompt
     block: int  # as the core numbers it
-    into: memoryview
+    into: RankParts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.into)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,10 +96,9 @@ class Loader:
     are withdrawn at their own deadlines.
     """
 
-    def __init__(self, levels: Levels, keys: ObjectKeys, on_done: Callable[[], None]) -> None:
+    def __init__(self, stored: StoredBlocks, on_done: Callable[[], None]) -> None:
         """`on_done` is called in the thread when `take_done` has something."""
-        self._levels = levels
-        self._keys = keys
+        self._stored = stored
         self._on_done = on_done
         self._todo: deque[Search | Load] = deque()
         self._done: deque[Search | PartRead] = deque()
@@ -177,7 +172,7 @@ class Loader:
         if not search.is_cancelled:
             keys = list(split_keys(search.block_keys))
             cells = (divmod(cell, search.num_groups) for cell in search.cells.tolist())
-            search.found = self._levels.exists([self._keys.of(keys[i], g) for i, g in cells], search.deadline_s)
+            search.found = self._stored.exists([BlockName(keys[i], g) for i, g in cells], search.deadline_s)
         search.took_s = time.monotonic() - began_s
         return search
 
@@ -187,8 +182,9 @@ class Loader:
         statuses: list[Status | None] = []
         tiers: list[str] = []
         if not load.is_cancelled:
-            names = [self._keys.of(target.wanted.block_key, target.wanted.group) for target in part]
-            read, tiers = self._levels.get(names, [target.into for target in part], load.deadline_s)
+            read, tiers = self._stored.get(
+                [target.name for target in part], [target.into for target in part], load.deadline_s
+            )
             statuses += read
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
         took_s = time.monotonic() - began_s
@@ -212,5 +208,5 @@ class Loader:
             while load.num_begun < len(load.targets) and len(part) < max_blocks and num_bytes < max_bytes:
                 part.append(load.targets[load.num_begun])
                 load.num_begun += 1
-                num_bytes += part[-1].into.nbytes
+                num_bytes += part[-1].num_bytes
         return part

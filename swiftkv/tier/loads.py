@@ -15,9 +15,10 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status
 from swiftkv.tier.keys import split_keys
-from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
+from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.messages import LoadStop, TierSpec
 from swiftkv.tier.rates import LoadPlanner, num_not_loaded
+from swiftkv.tier.stored_blocks import BlockName, RankParts
 
 _LONGEST_WAIT_S = 60.0
 """The time after which even `wait_complete` computes."""
@@ -100,16 +101,16 @@ class Loads:
         planner: LoadPlanner,
         *,
         groups: Sequence[KVGroup],
-        pool: npt.NDArray[np.uint8],
+        pools: Sequence[npt.NDArray[np.uint8]],
         max_num_seqs: int,
     ) -> None:
-        """`pool` is uint8 [pool bytes]: blocks are read into it."""
+        """`pools` are those of all ranks, uint8 [pool bytes]: blocks are read into them."""
         self._spec = spec
         self._scheduler = scheduler
         self._loader = loader
         self._planner = planner
         self._groups = groups
-        self._pool = pool
+        self._pools = pools
         self._max_num_seqs = max_num_seqs
         self._block_size = groups[0].block_size
         self._is_full = np.array([group.kind != "window" for group in groups])
@@ -264,7 +265,7 @@ class Loads:
             order = np.lexsort((groups, indices, self._is_full[groups]))
         keys = list(split_keys(block_keys))
         targets = [
-            Target(Wanted(keys[index], group), index, block, self._bytes_at(offset, group))
+            Target(BlockName(keys[index], group), index, block, self._parts_at(offset, group))
             for index, group, block, offset in zip(
                 *(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True
             )
@@ -342,11 +343,12 @@ class Loads:
         )
 
     def _load_bytes(self, begin: int, end: int) -> int:
-        """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs."""
-        return sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
+        """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs, of all ranks."""
+        return len(self._pools) * sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
 
-    def _bytes_at(self, offset_bytes: int, group: int) -> memoryview:
-        return self._pool[offset_bytes : offset_bytes + self._groups[group].block_bytes].data
+    def _parts_at(self, offset_bytes: int, group: int) -> RankParts:
+        end_bytes = offset_bytes + self._groups[group].block_bytes
+        return [pool[offset_bytes:end_bytes].data for pool in self._pools]
 
     def _read(self, part: PartRead) -> None:
         num_read = part.num_read
@@ -390,7 +392,7 @@ class Loads:
 
 def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return groups and blocks as arrays, for the core."""
-    groups = np.array([target.wanted.group for target in targets], np.int32)
+    groups = np.array([target.name.group for target in targets], np.int32)
     return groups, np.array([target.block for target in targets], np.int32)
 
 
@@ -400,4 +402,4 @@ def num_needed(group: KVGroup, begin: int, end: int) -> int:
 
 
 def _num_bytes(targets: Sequence[Target]) -> int:
-    return sum(target.into.nbytes for target in targets)
+    return sum(target.num_bytes for target in targets)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from swiftkv.storage.backend import Status
-from swiftkv.storage.levels import Levels
-from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.storage_thread import StorageThread
+from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 
 _PUT_DEADLINE_S = 5.0
 _BLOCKS_PER_PUT = 16
@@ -24,10 +23,9 @@ _PUT_BYTES = 4 << 20
 class _Copy:
     """A block in the queue's memory."""
 
-    block_key: bytes
-    group: int
+    name: BlockName
     row: int  # its row of the memory
-    num_bytes: int
+    part_bytes: int  # of each rank
 
 
 class Writer:
@@ -38,8 +36,8 @@ class Writer:
 
     def __init__(
         self,
-        levels: Levels,
-        keys: ObjectKeys,
+        stored: StoredBlocks,
+        num_ranks: int,
         *,
         queue_bytes: int,
         max_block_bytes: int,
@@ -47,12 +45,11 @@ class Writer:
         on_room: Callable[[], None],
     ) -> None:
         """`may_write` returns whether no load is in the way; `on_room` is called in the thread when there is room."""
-        self._levels = levels
-        self._keys = keys
+        self._stored = stored
         self._may_write = may_write
         self._on_room = on_room
-        num_rows = max(2, queue_bytes // max_block_bytes)
-        self._memory = np.empty((num_rows, max_block_bytes), np.uint8)
+        num_rows = max(2, queue_bytes // (num_ranks * max_block_bytes))
+        self._memory = np.empty((num_rows, num_ranks, max_block_bytes), np.uint8)
         self._free = deque(range(num_rows))
         self._queue: deque[_Copy] = deque()
         self.stored_blocks = 0
@@ -79,14 +76,15 @@ class Writer:
     @property
     def queue_bytes(self) -> int:
         with self._thread.changed:
-            return sum(copy.num_bytes for copy in self._queue)
+            return sum(map(self._num_bytes, self._queue))
 
-    def add(self, block_key: bytes, group: int, source: npt.NDArray[np.uint8]) -> None:
-        """Copy a block into the queue, which must have room."""
+    def add(self, name: BlockName, sources: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Copy a block into the queue, which must have room; `sources` are its parts, one of each rank."""
         row = self._free.popleft()
-        self._memory[row, : len(source)] = source
+        for part, source in zip(self._memory[row], sources, strict=True):
+            part[: len(source)] = source
         with self._thread.changed:
-            self._queue.append(_Copy(block_key, group, row, len(source)))
+            self._queue.append(_Copy(name, row, len(sources[0])))
             self._thread.changed.notify()
 
     def wait_for_room(self, until_s: float) -> bool:
@@ -114,13 +112,12 @@ class Writer:
 
     def _serve(self) -> None:
         while batch := self._next():
-            views = [self._memory[copy.row, : copy.num_bytes].data for copy in batch]
-            names = [self._keys.of(copy.block_key, copy.group) for copy in batch]
-            statuses = self._levels.put(names, views, time.monotonic() + _PUT_DEADLINE_S)
+            sources = [[part[: copy.part_bytes].data for part in self._memory[copy.row]] for copy in batch]
+            statuses = self._stored.put([copy.name for copy in batch], sources, time.monotonic() + _PUT_DEADLINE_S)
             self.failures.update(status for status in statuses if status is not Status.OK)
             self.stored_blocks += sum(status is Status.OK for status in statuses)
             self.stored_bytes += sum(
-                copy.num_bytes for copy, status in zip(batch, statuses, strict=True) if status is Status.OK
+                self._num_bytes(copy) for copy, status in zip(batch, statuses, strict=True) if status is Status.OK
             )
             with self._thread.changed:
                 self._free.extend(copy.row for copy in batch)
@@ -135,5 +132,8 @@ class Writer:
             num_bytes = 0
             while self._queue and len(batch) < _BLOCKS_PER_PUT and num_bytes < _PUT_BYTES:
                 batch.append(self._queue.popleft())
-                num_bytes += batch[-1].num_bytes
+                num_bytes += self._num_bytes(batch[-1])
             return batch
+
+    def _num_bytes(self, copy: _Copy) -> int:
+        return self._memory.shape[1] * copy.part_bytes

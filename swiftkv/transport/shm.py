@@ -33,7 +33,7 @@ class ShmTransport:
 
     def attach(self, link: int, peer: PeerHandle) -> None:
         assert link not in self._mappings, f"link {link} is attached"
-        mapping = _map(peer)
+        mapping = map_memory(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)
         self._engine.set_space(link, mapping.data_ptr(), peer.nbytes)
         self._mappings[link] = mapping
         withdraw_pool(Path(peer.store_path))
@@ -71,48 +71,51 @@ class ShmTransport:
             self.detach(link)
 
 
-def _map(peer: PeerHandle) -> torch.Tensor:
-    """Return the lender's pool as uint8 [nbytes], shared with it; the mapping ends with the tensor.
+def map_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
+    """Return a pool of another process as uint8 [nbytes], shared with it; the mapping ends with the tensor.
 
-    All of it is mapped, readable and writable: lent extents change from step to step, may lie anywhere, and are not
-    multiples of a page, so a mapping of these alone would hold other bytes, too.
+    `fd` is the pool's memory, as a descriptor of that process; `device` and `inode` are `st_dev` and `st_ino` of that
+    memory. All of it is mapped, readable and writable: lent extents change from step to step, may lie anywhere, and are
+    not multiples of a page, so a mapping of these alone would hold other bytes, too.
+
+    Raises `TransferError` if it cannot be mapped.
     """
     try:
-        fd = _open(peer)
+        own_fd = _open(pid, fd)
     except OSError as error:
-        raise TransferError(f"the pool of process {peer.pid} cannot be opened: {error}") from error
+        raise TransferError(f"the pool of process {pid} cannot be opened: {error}") from error
     try:
-        status = os.fstat(fd)
-        if (status.st_dev, status.st_ino) != (peer.device, peer.inode) or status.st_size < peer.nbytes:
-            raise TransferError(f"process {peer.pid} is not the one that published its pool")
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise TransferError(f"the pool of process {peer.pid} may shrink while it is used")
-        mapping = mmap.mmap(fd, peer.nbytes, mmap.MAP_SHARED)
+        status = os.fstat(own_fd)
+        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < nbytes:
+            raise TransferError(f"process {pid} is not the one that published its pool")
+        if not fcntl.fcntl(own_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransferError(f"the pool of process {pid} may shrink while it is used")
+        mapping = mmap.mmap(own_fd, nbytes, mmap.MAP_SHARED)
     except OSError as error:
-        raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
+        raise TransferError(f"the pool of process {pid} cannot be mapped: {error}") from error
     finally:
-        os.close(fd)
+        os.close(own_fd)
     with contextlib.suppress(OSError):  # the kernel may have no huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _open(peer: PeerHandle) -> int:
-    """Return a file descriptor of ours for the lender's pool.
+def _open(pid: int, fd: int) -> int:
+    """Return a file descriptor of ours for the one of another process.
 
     A pidfd names one process for good, and copying a descriptor opens nothing. If that is not allowed (it needs the
-    right to trace the lender, which some systems keep for a process's ancestors), the file is opened by the lender's
-    pid, which another process may have taken. In either case the caller checks which memory it is.
+    right to trace the process, which some systems keep for a process's ancestors), the file is opened by the pid, which
+    another process may have taken. In either case the caller checks which memory it is.
     """
-    process = os.pidfd_open(peer.pid)
+    process = os.pidfd_open(pid)
     try:
         syscall = ctypes.CDLL(None, use_errno=True).syscall
-        fd = int(syscall(*(ctypes.c_long(number) for number in (_SYS_PIDFD_GETFD, process, peer.fd, 0))))
+        own_fd = int(syscall(*(ctypes.c_long(number) for number in (_SYS_PIDFD_GETFD, process, fd, 0))))
         code = ctypes.get_errno()
     finally:
         os.close(process)
-    if fd >= 0:
-        return fd  # closed on exec
+    if own_fd >= 0:
+        return own_fd  # closed on exec
     if code not in (errno.EPERM, errno.ENOSYS):
         raise OSError(code, os.strerror(code))
-    return os.open(f"/proc/{peer.pid}/fd/{peer.fd}", os.O_RDWR | os.O_CLOEXEC)
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)

@@ -452,3 +452,51 @@ def test_a_front_that_is_computed_while_its_back_is_loaded_changes_no_answer(
         assert stats.tier.hit_tokens_total == sum(cached)
         assert cached[0] == (len(prompts[0]) - 1) // BLOCK * BLOCK  # nothing was measured yet
         assert all(0 <= n < (len(p) - 1) // BLOCK * BLOCK for n, p in zip(cached[1:], prompts[1:], strict=True))
+
+
+@contextmanager
+def ranks(checkpoint: Path, **options: Any) -> Iterator[EngineProcess]:
+    """An engine of two ranks: each has half of the KV heads, in a process of its own."""
+    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options}
+    with EngineProcess(checkpoint, tensor_parallel_size=2, **options) as client:
+        yield client
+
+
+def test_ranks_read_what_ranks_wrote(checkpoint: Path, tmp_path: Path) -> None:
+    spec = storage(file_backend(tmp_path / "kv"))
+    with ranks(checkpoint, storage=spec) as client:
+        first = client.generate(PROMPTS)
+        wait_until_stored(client)
+    turns = next_turns(first)
+    with ranks(checkpoint, storage=spec, async_scheduling=True) as client:
+        second = client.generate(turns)
+        stats = client.wait_for_rest()
+        # The same again, whose blocks are in the pools now, and without any that were stored.
+        assert tokens(second) == tokens(client.generate(turns))
+        assert tokens(second) == tokens(client.generate(turns, cache_salt="another"))
+    in_blocks = [(len(p) + len(a.token_ids) - 1) // BLOCK * BLOCK for p, a in zip(PROMPTS, first, strict=True)]
+    assert [answer.cached_tokens for answer in second] == in_blocks
+    assert stats.tier is not None
+    assert not stats.tier.failures_total
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+
+
+def test_a_block_without_the_part_of_a_rank_is_computed(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Half of the files are removed, so that few blocks have both of their parts."""
+    directory = tmp_path / "kv"
+    spec = storage(file_backend(directory))
+    checkpoint = checkpoints["llama"]
+    with ranks(checkpoint, storage=spec) as client:
+        expected = client.generate(PROMPTS[:1])
+        wait_until_stored(client)
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1024)
+    assert files
+    random.Random(3).shuffle(files)
+    for path in files[::2]:
+        path.unlink()
+    with ranks(checkpoint, storage=spec) as client:
+        found = client.generate(PROMPTS[:1])
+        stats = client.wait_for_rest()
+    assert tokens(found) == tokens(expected)
+    assert stats.tier is not None
+    assert stats.tier.num_loading == 0

@@ -114,6 +114,20 @@ def test_sizes_of_a_rank_by_hand(tmp_path: Path) -> None:
     assert model_as_dict(planned)["tensor_parallel_size"] == 4
 
 
+def test_tiers_hold_the_parts_of_all_ranks(tmp_path: Path) -> None:
+    make(tmp_path / "tiny", LLAMA)
+    tiers = f"tiers: {{host: {{ratio: 2.0}}, storage: {{path: kv, size: {1 << 20}}}}}"
+    memory = f"path: tiny, {tiers}, kv_cache: {{memory: {10 * TINY_BLOCK_BYTES}}}"
+    one = plan(tmp_path, memory)
+    two = plan(tmp_path, f"{memory}, tensor_parallel_size: 2")
+    four = plan(tmp_path, f"{memory}, tensor_parallel_size: 4")  # two ranks each have the same KV, and store it
+    assert [each.host_bytes for each in (one, two, four)] == [count * 20 * TINY_BLOCK_BYTES for count in (1, 2, 4)]
+    assert one.storage_tokens == two.storage_tokens == 2 * four.storage_tokens == (1 << 20) // one.bytes_per_token
+    assert one.host_tokens is not None
+    assert two.host_tokens == four.host_tokens
+    assert two.host_tokens == pytest.approx(2 * one.host_tokens, rel=0.2)  # smaller blocks, with a header each
+
+
 def test_a_head_that_is_the_embedding_is_divided_in_a_copy(tmp_path: Path) -> None:
     make(tmp_path / "tiny", {**LLAMA, "tie_word_embeddings": True})
     layers = 3 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)

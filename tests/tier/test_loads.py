@@ -21,6 +21,7 @@ from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import TierSpec
 from swiftkv.tier.rates import LoadPlanner
+from swiftkv.tier.stored_blocks import StoredBlocks
 from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
 
 BLOCK = 16
@@ -76,14 +77,15 @@ class Meeting:
         self.scheduler.remember_step_time([seconds_per_token, 0, 0, 0, 0, seconds_per_step])
         planner = LoadPlanner()
         planner.note_read(GROUP.block_bytes, BLOCK * seconds_per_token, now_s=time.monotonic())
-        self.loader = Loader(Levels([Level("storage", stored(self.medium, [prompt]))]), KEYS, self.owner.wake)
+        levels = Levels([Level("storage", stored(self.medium, [prompt]))])
+        self.loader = Loader(StoredBlocks(levels, KEYS), self.owner.wake)
         self.loads = Loads(
             TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
             self.scheduler,
             self.loader,
             planner,
             groups=[GROUP],
-            pool=np.zeros(2 * len(self.names) * GROUP.block_bytes, np.uint8),
+            pools=[np.zeros(2 * len(self.names) * GROUP.block_bytes, np.uint8)],
             max_num_seqs=2,
         )
 
@@ -193,14 +195,14 @@ class Turns:
             max_num_batched_tokens=64,
             max_model_len=len(PROMPT) + 1,
         )
-        self.loader = Loader(Levels([Level("storage", backend)]), KEYS, self.owner.wake)
+        self.loader = Loader(StoredBlocks(Levels([Level("storage", backend)]), KEYS), self.owner.wake)
         self.loads = Loads(
             TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
             self.scheduler,
             self.loader,
             LoadPlanner(),
             groups=[GROUP],
-            pool=np.zeros(num_blocks * GROUP.block_bytes, np.uint8),
+            pools=[np.zeros(num_blocks * GROUP.block_bytes, np.uint8)],
             max_num_seqs=1,
         )
 

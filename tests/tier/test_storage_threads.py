@@ -19,8 +19,9 @@ from swiftkv.storage.levels import Level, Levels
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 from swiftkv.tier.keys import ObjectKeys
-from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target, Wanted
+from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.storage_thread import StorageThread
+from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer
 from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
 
@@ -74,8 +75,8 @@ def below(backend: StorageBackend) -> Levels:
 
 def writer(backend: StorageBackend, owner: Owner, num_blocks: int, may_write: threading.Event) -> Writer:
     return Writer(
-        below(backend),
-        KEYS,
+        StoredBlocks(below(backend), KEYS),
+        1,
         queue_bytes=num_blocks * GROUP.block_bytes,
         max_block_bytes=GROUP.block_bytes,
         may_write=may_write.is_set,
@@ -87,7 +88,7 @@ def test_a_full_queue_takes_no_more(backend: StorageBackend) -> None:
     may_write, owner = threading.Event(), Owner()
     queue = writer(backend, owner, 4, may_write)
     for number in range(4):
-        queue.add(key(number), 0, block(number))
+        queue.add(BlockName(key(number), 0), [block(number)])
     assert queue.num_free == 0
     assert queue.queue_bytes == 4 * GROUP.block_bytes
     assert queue.stored_blocks == 0  # a load is in the way
@@ -104,7 +105,7 @@ def test_what_is_in_the_queue_is_written_at_the_end(backend: StorageBackend) -> 
     """Loads are still in the way, but nobody waits for them any more."""
     queue = writer(backend, Owner(), 40, threading.Event())
     for number in range(40):
-        queue.add(key(number), 0, block(number))
+        queue.add(BlockName(key(number), 0), [block(number)])
     queue.close(TIMEOUT_S)
     assert queue.stored_blocks == 40
 
@@ -115,7 +116,7 @@ def test_room_is_waited_for_until_there_is_some_or_it_is_too_late(backend: Stora
     assert queue.wait_for_room(time.monotonic() + TIMEOUT_S)
     assert not queue.wait_for_room(time.monotonic() - 1.0)
     for number in range(2):
-        queue.add(key(number), 0, block(number))
+        queue.add(BlockName(key(number), 0), [block(number)])
     assert not queue.wait_for_room(time.monotonic() + 0.01)  # a load is in the way
     may_write.set()
     queue.loads_changed()
@@ -129,7 +130,7 @@ def test_a_writer_that_hangs_is_left_behind(tmp_path: Path) -> None:
     may_write = threading.Event()
     may_write.set()
     queue = writer(hangs, Owner(), 4, may_write)
-    queue.add(key(1), 0, block(1))
+    queue.add(BlockName(key(1), 0), [block(1)])
     queue.close(0.01)
     hangs.close()
     assert queue.stored_blocks == 0
@@ -142,7 +143,7 @@ def search_for(*numbers: int) -> Search:
 
 def load_of(*numbers: int) -> tuple[Load, np.ndarray]:
     into = np.zeros((len(numbers), GROUP.block_bytes), np.uint8)
-    targets = [Target(Wanted(key(n), 0), i, n, memoryview(into[i])) for i, n in enumerate(numbers)]
+    targets = [Target(BlockName(key(n), 0), i, n, [memoryview(into[i])]) for i, n in enumerate(numbers)]
     return Load(1, targets, time.monotonic() + TIMEOUT_S), into
 
 
@@ -159,7 +160,7 @@ def wait_for_parts(loader: Loader, owner: Owner, *loads: Load) -> list[PartRead]
 def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
     write(backend, *range(100))
     owner = Owner()
-    loader = Loader(below(backend), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(backend), KEYS), owner.wake)
     search = search_for(3, 1000, 99)
     loader.submit(search)
     owner.wait_for_more(0)
@@ -178,7 +179,7 @@ def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
 def test_behind_a_block_that_is_not_there_nothing_is_read(backend: StorageBackend) -> None:
     write(backend, 1, 2, 4)
     owner = Owner()
-    loader = Loader(below(backend), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(backend), KEYS), owner.wake)
     load, _ = load_of(1, 2, 3, 4, *range(200, 300))
     loader.submit(load)
     (part,) = wait_for_parts(loader, owner, load)
@@ -194,7 +195,7 @@ def test_a_long_load_does_not_hold_up_a_short_one() -> None:
     stored = sealed(medium)
     write(stored, *range(250))
     owner = Owner()
-    loader = Loader(below(stored), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
     loader.submit(search_for(1))  # it keeps the thread until both loads are there
     long, _ = load_of(*range(250))
     short, _ = load_of(1)
@@ -231,7 +232,7 @@ def test_calls_of_a_load_grow_in_fast_storage_and_are_small_in_slow(monkeypatch:
     num_blocks = 64 * (1 + 2 + 4 + 8 + 8 + 1 + 1 + 1 + 1)
     write(stored, *range(num_blocks))
     owner = Owner()
-    loader = Loader(below(stored), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
     load, _ = load_of(*range(num_blocks))
     loader.submit(load)
     wait_for_parts(loader, owner, load)
@@ -243,7 +244,7 @@ def test_calls_of_a_load_grow_in_fast_storage_and_are_small_in_slow(monkeypatch:
 def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
     write(backend, 1)
     owner = Owner()
-    loader = Loader(below(backend), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(backend), KEYS), owner.wake)
     load, into = load_of(1)
     load.is_cancelled = True
     loader.submit(load)
@@ -260,7 +261,7 @@ def test_what_is_withdrawn_before_its_turn_is_not_done() -> None:
     stored = sealed(medium)
     write(stored, *range(3))
     owner = Owner()
-    loader = Loader(below(stored), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
     first, withdrawn_search, last = search_for(0), search_for(1), search_for(2)
     withdrawn, into = load_of(0, 1, 2)
     for job in (first, withdrawn_search, withdrawn, last):
@@ -282,7 +283,7 @@ def test_of_a_load_that_is_withdrawn_in_a_call_only_that_call_is_told() -> None:
     stored = sealed(medium)
     write(stored, *range(100))
     owner = Owner()
-    loader = Loader(below(stored), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
     load, into = load_of(*range(100))
     loader.submit(load)
     assert medium.is_asked.wait(TIMEOUT_S)
@@ -302,7 +303,7 @@ def test_a_call_hangs_a_second_after_its_deadline_until_it_returns(monkeypatch: 
     monkeypatch.setattr("swiftkv.tier.loader.time", clock)
     medium = ClosedMedium()
     owner = Owner()
-    loader = Loader(below(sealed(medium)), KEYS, owner.wake)
+    loader = Loader(StoredBlocks(below(sealed(medium)), KEYS), owner.wake)
     assert not loader.is_hung
     search = search_for(1)
     loader.submit(search)

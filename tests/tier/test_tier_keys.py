@@ -26,6 +26,10 @@ def test_names_differ_with_all_that_the_bytes_depend_on() -> None:
     ]
     assert len({keys.of(KEY, 0) for keys in variants}) == len(variants)
     assert len({keys.fingerprint for keys in variants}) == len(variants)
+    ranks = ObjectKeys([GROUP], "weights", "cpu", 2)
+    names = [variants[0].of(KEY, 0), *(ranks.of(KEY, 0, rank) for rank in (0, 1))]
+    assert len({*names, ObjectKeys([GROUP], "weights", "cpu", 4).of(KEY, 0)}) == 4
+    assert ranks.fingerprint != variants[0].fingerprint
     both = ObjectKeys([GROUP, window], "weights", "cpu")
     assert both.of(KEY, 0) == variants[0].of(KEY, 0)
     assert both.of(KEY, 0) != both.of(KEY, 1)

@@ -1,0 +1,72 @@
+"""The blocks of one engine in storage: each rank's part of a block is an object of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swiftkv.storage.backend import Status
+from swiftkv.storage.levels import Levels
+from swiftkv.tier.keys import ObjectKeys
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """One group's block of a prompt."""
+
+    block_key: bytes
+    group: int
+
+
+RankParts = Sequence[memoryview]
+"""The bytes of one block: a part for each rank."""
+
+
+class StoredBlocks:
+    """Searches, reads and writes whole blocks; a block of which a part is missing is of no use to any rank.
+
+    One process does this for all ranks, so they need not agree on what storage has.
+    """
+
+    def __init__(self, levels: Levels, keys: ObjectKeys) -> None:
+        self._levels = levels
+        self._keys = keys
+        self._depths = {level.tier: depth for depth, level in enumerate(levels.levels)}
+
+    def exists(self, names: Sequence[BlockName], deadline_s: float) -> list[bool]:
+        """Return which blocks are there with all of their parts."""
+        found = self._levels.exists(self._objects(names), deadline_s)
+        return [all(parts) for parts in self._by_block(found)]
+
+    def get(
+        self, names: Sequence[BlockName], into: Sequence[RankParts], deadline_s: float
+    ) -> tuple[list[Status], list[str]]:
+        """Read blocks.
+
+        Returns the status of each, that of the first part that was not read, and its tier, the lowest of its parts'.
+        """
+        statuses, tiers = self._levels.get(self._objects(names), [part for parts in into for part in parts], deadline_s)
+        lowest = [max(parts, key=lambda tier: self._depths.get(tier, -1)) for parts in self._by_block(tiers)]
+        return [_status_of(parts) for parts in self._by_block(statuses)], lowest
+
+    def put(self, names: Sequence[BlockName], sources: Sequence[RankParts], deadline_s: float) -> list[Status]:
+        """Write blocks, and return the status of each."""
+        objects = [part for parts in sources for part in parts]
+        return [
+            _status_of(parts) for parts in self._by_block(self._levels.put(self._objects(names), objects, deadline_s))
+        ]
+
+    def _objects(self, names: Sequence[BlockName]) -> list[bytes]:
+        ranks = range(self._keys.num_ranks)
+        return [self._keys.of(name.block_key, name.group, rank) for name in names for rank in ranks]
+
+    def _by_block(self, of_parts: Sequence[T]) -> list[Sequence[T]]:
+        size = self._keys.num_ranks
+        return [of_parts[begin : begin + size] for begin in range(0, len(of_parts), size)]
+
+
+def _status_of(parts: Sequence[Status]) -> Status:
+    return next((status for status in parts if status is not Status.OK), Status.OK)
