@@ -81,13 +81,13 @@ async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator
     is_written = False
     try:
         while batch is not None:
-            if events := await _told(answer, batch):  # none while the text may begin a stop string
+            if events := await _chunk_bytes(answer, batch):  # none while the text may begin a stop string
                 yield events
                 if not is_written:
                     answer.note_first_written()
                     is_written = True
             batch = await anext(batches, None)
-        if events := await _made(answer, answer.closing, is_small=answer.has_small_closing):
+        if events := await _event_bytes(answer, answer.closing, is_small=answer.has_small_closing):
             yield events
     except ApiError as error:
         yield answer.encode([answer.failure(error)])
@@ -95,11 +95,11 @@ async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator
         yield answer.end_of_stream
 
 
-async def _told(answer: Answer, batch: Sequence[Delta]) -> bytes:
-    return await _made(answer, lambda: answer.chunks(batch), is_small=answer.is_small(batch))
+async def _chunk_bytes(answer: Answer, batch: Sequence[Delta]) -> bytes:
+    return await _event_bytes(answer, lambda: answer.chunks(batch), is_small=answer.is_small(batch))
 
 
-async def _made(answer: Answer, make: Callable[[], list[Struct]], *, is_small: bool) -> bytes:
+async def _event_bytes(answer: Answer, make: Callable[[], list[Struct]], *, is_small: bool) -> bytes:
     """Return events as bytes, made in a thread if that may take longer than a millisecond."""
     if is_small:
         return answer.encode(make())
