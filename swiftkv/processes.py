@@ -54,9 +54,9 @@ def signal_name(number: int) -> str:
 def share_one_heap() -> None:
     """Have all threads of this process allocate from one heap, where the C library is glibc.
 
-    Otherwise each of up to eight threads a core gets a heap of its own, and memory that one thread allocates and
-    another frees leaves holes in all of them, so that a process with many threads and short allocations grows for
-    hours. Threads hardly ever wait for the lock of the one heap, because each keeps small pieces in a cache of its own.
+    Otherwise threads get heaps of their own, up to eight a core. Memory that one thread allocates and another frees
+    leaves holes in all of them, so a process with many threads and short allocations grows for hours. Threads hardly
+    ever wait for the lock of the one heap, because each keeps small pieces in a cache of its own.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -146,8 +146,8 @@ class _Captured(Generic[Inputs]):
 class _Variant(Generic[Inputs]):
     """The graphs of steps that stream through one number of buffers.
 
-    They are dropped together: a graph that goes takes the memory with it that libraries keep for its capture stream
-    (cuBLAS' workspace, which the others name by address), and what it leaves of their pool serves nobody else.
+    They are dropped together. Libraries keep memory for the capture stream (cuBLAS a workspace), which all graphs name
+    by address, and which is gone with the first of them. What that one leaves of their pool serves nobody else.
     """
 
     stream: GraphStream | None  # None: nothing is copied

@@ -11,14 +11,15 @@ A plan (`StepPlan`) has the arrays of a step:
 - for each token to sample `logits_rows`, the computed token that it follows, and `logits_seqs`, its request's place in
   the plan.
 
-It also names the requests that are admitted in it (`new_*`), that gave up their blocks for others
-(`preempted_request_ids`), and that now skip the part of their prompts that storage has loaded (`met_*`).
+It also names three kinds of requests:
+
+- those that it admits (`new_*`);
+- those that gave up their blocks for others (`preempted_request_ids`);
+- those that now skip a part of their prompts, because storage has loaded it (`met_*`).
 
 `Scheduler.commit` returns a `StepResult`. For each sampled token, in the plan's order, it has `request_ids`,
-`token_ids` and `finish_reasons`. The client gets a token whose reason is below FINISH_ABORTED. Others do not count: the
-request was aborted, or blocks that it needed were lost (FINISH_DROPPED, it is computed again), or the logits were not
-finite (FINISH_BROKEN), or an earlier token of the step was wrong or the last (FINISH_REJECTED). For each request of the
-plan, `counts` says whether the step's results for it are kept.
+`token_ids` and `finish_reasons`. The client gets a token whose reason is below FINISH_ABORTED; `engine/messages.py`
+says why the others do not count. For each request of the plan, `counts` says whether the step's results for it count.
 """
 
 from __future__ import annotations

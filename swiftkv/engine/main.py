@@ -1,9 +1,14 @@
 """An engine process: `python -m swiftkv.engine.main`, with an `EngineConfig` as the first line of standard input.
 
 The end of standard input says that the parent is gone, and ends the process at once; if the process is stopped or
-stuck, the kernel ends it. SIGTERM and `Shutdown` end it with code 0, a model that cannot be loaded with
-EXIT_LOAD_FAILED and one line on standard error, a device without room with EXIT_NO_ROOM and one line, a defect with a
-traceback and code 1. The ranks of a tensor-parallel engine are processes like this one that rank 0 starts.
+stuck, the kernel ends it. The other ends and their exit codes:
+
+- SIGTERM and `Shutdown`: 0;
+- a model that cannot be loaded: EXIT_LOAD_FAILED, and one line on standard error;
+- a device without room: EXIT_NO_ROOM, and one line;
+- a defect: 1, and a traceback.
+
+The ranks of a tensor-parallel engine are processes like this one that rank 0 starts.
 """
 
 from __future__ import annotations

@@ -26,17 +26,15 @@ HIGH_WATER_MARK = 10_000
 
 (
     FINISH_RUNNING,
-    FINISH_STOP,
+    FINISH_STOP,  # the token is the stop token itself
     FINISH_LENGTH,
     FINISH_ABORTED,
-    FINISH_DROPPED,
-    FINISH_BROKEN,
-    FINISH_REJECTED,
+    FINISH_DROPPED,  # blocks that the step needed were lost: the request is computed again
+    FINISH_BROKEN,  # the logits were not finite: there is no token
+    FINISH_REJECTED,  # the token was sampled after a wrong guess, or after the one that ended its request
 ) = range(7)
-"""Values of `StepOutput.finish_reasons`; with FINISH_STOP the token is the stop token itself. FINISH_ABORTED,
-FINISH_DROPPED (the step does not count, the request goes on), FINISH_BROKEN (there is no token) and FINISH_REJECTED
-(the token was sampled after a wrong guess, or after the one that ended its request) stay between scheduler and
-engine."""
+"""Values of `StepOutput.finish_reasons`. From FINISH_ABORTED on they stay between scheduler and engine: a token with
+such a reason does not count, and no client gets it."""
 
 DURATION_BOUNDS_S = (
     1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
@@ -191,8 +189,8 @@ class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
     flow_weight: float = 1.0
     is_to_last: bool = False  # its prompt goes to storage, if there is any, whatever the write policy
     arrived_s: float | None = None
-    """The time of its arrival at the gateway, by the machine's CLOCK_MONOTONIC; `None`: the time at which the engine
-    takes it, between two steps."""
+    """The time of its arrival at the gateway, on CLOCK_MONOTONIC, which all processes share: `time.perf_counter` and
+    `time.monotonic` both read it. `None`: the time at which the engine takes it, between two steps."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):

@@ -40,7 +40,7 @@ class Request:
     flow: int = 0
     flow_weight: float = 1.0
     is_to_last: bool = False
-    arrived_s: float = 0.0  # by `time.monotonic`
+    arrived_s: float = 0.0  # on CLOCK_MONOTONIC, as `AddRequest` has it
 
     @classmethod
     def from_message(

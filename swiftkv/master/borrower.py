@@ -1,7 +1,7 @@
 """The borrower's side of leases: takes what lenders offer, gives back what they recall, and survives them.
 
-All of it runs in the coordinator's thread, except for `apply_pending` and `give_up`, which the engine's thread calls,
-and `PeerPools.find`, which may have to wait for a lender and runs in threads of its own.
+It runs in the coordinator's thread, with two exceptions. The engine's thread calls `apply_pending` and `give_up`.
+`PeerPools.find` may have to wait for a lender, so it runs in threads of its own.
 """
 
 from __future__ import annotations

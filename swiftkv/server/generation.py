@@ -52,7 +52,7 @@ class SequenceRequest:
     pooling: Pooling | None = None  # None: it wants tokens
 
     def message(self, request_id: int, terms: Terms, arrived_s: float) -> AddRequest:
-        """Return the message to the engine. `arrived_s` is by `time.perf_counter`, the clock of all processes."""
+        """Return the message to the engine. `arrived_s` is by `time.perf_counter`, as everywhere in the gateway."""
         return AddRequest(
             request_id,
             self.prompt,

@@ -222,8 +222,12 @@ def serve_p2p(
 class P2pServer(threading.Thread):
     """Sends and receives rows of a lender's pool as one borrower asks.
 
-    It ends when the borrower detaches or dies, when no process or a wrong one connects in time, when it is asked for
-    bytes outside of the pool, when the borrower stops for `deadline_s` within a job, and with the process.
+    It ends with the process, or before that when
+
+    - no process connects in time, or a wrong one does;
+    - the borrower detaches or dies;
+    - the borrower stops for `deadline_s` within a job;
+    - the borrower asks for bytes outside of the pool.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ class PeerTransport:
     The host knows that copies have ended when it knows that the compute stream has passed their waits, or after
     `settle`. Only then may extents be given back, even after a step without tokens.
 
-    If a lender dies while its pool is mapped here, a step that reads it goes on with undefined bytes, and the
-    coordinator, which sees the process end, has the scheduler drop them.
+    If a lender dies while its pool is mapped here, a step that reads it goes on with undefined bytes. The coordinator
+    sees the process end, and has the scheduler drop them.
     """
 
     def __init__(

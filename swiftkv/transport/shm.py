@@ -75,8 +75,8 @@ def map_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch
     """Return a pool of another process as uint8 [nbytes], shared with it; the mapping ends with the tensor.
 
     `fd` is the pool's memory, as a descriptor of that process; `device` and `inode` are `st_dev` and `st_ino` of that
-    memory. All of it is mapped, readable and writable: lent extents change from step to step, may lie anywhere, and are
-    not multiples of a page, so a mapping of these alone would hold other bytes, too.
+    memory. All of it is mapped, readable and writable. A mapping of the lent extents alone would change from step to
+    step, and would hold other bytes, too: extents may lie anywhere, and are not multiples of a page.
 
     Raises `TransferError` if it cannot be mapped.
     """
@@ -103,9 +103,9 @@ def map_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch
 def _open(pid: int, fd: int) -> int:
     """Return a file descriptor of ours for the one of another process.
 
-    A pidfd names one process for good, and copying a descriptor opens nothing. If that is not allowed (it needs the
-    right to trace the process, which some systems keep for a process's ancestors), the file is opened by the pid, which
-    another process may have taken. In either case the caller checks which memory it is.
+    It is copied from that process: a pidfd names one process for good, and a copy opens nothing. That needs the right
+    to trace the process, which some systems give only to its ancestors. Without it, the file is opened by the pid,
+    which another process may have taken. In either case the caller checks which memory it is.
     """
     process = os.pidfd_open(pid)
     try:
