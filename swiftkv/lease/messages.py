@@ -166,9 +166,13 @@ class ShowLending(msgspec.Struct, tag="show_lending", array_like=True, frozen=Tr
     with_extents: bool = False
 
 
+LENDER_STATES = ("home", "offered", "lent", "recalled")
+BORROWER_STATES = ("none", "held", "recalled")
+"""The states of an extent on each side of a link, as the ledgers number them from 0 on."""
+
+
 class LinkState(msgspec.Struct, array_like=True, frozen=True):
-    """One link as one side sees it. The values of `states`, from 0 on, mean home, offered, lent, recalled on a lend
-    link, and none, held, recalled on a borrow link."""
+    """One link as one side sees it, with LENDER_STATES on a lend link and BORROWER_STATES on a borrow link."""
 
     peer: str
     peer_state: str  # "attached", or why not
@@ -177,7 +181,7 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     num_bytes: int  # lent and not home, or borrowed
     heard_s_ago: float | None  # seconds since the peer's last message; None: it does not run
     peer_extents: int | None  # extents of this link in the peer's last heartbeat
-    states: bytes | None = None  # uint8 [num_extents]
+    states: bytes | None = None  # uint8 [num_extents], numbers of states
     epochs: bytes | None = None  # uint32 [num_extents]
     no_offer_s: float | None = None  # nothing is offered for so long, because the lender needed blocks itself
 

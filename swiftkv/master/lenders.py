@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swiftkv._lease import BorrowerLedger
-from swiftkv.lease.messages import LendingSpec, LinkGeometry, LinkState, PeerSpec, Welcome
+from swiftkv.lease.messages import BORROWER_STATES, LendingSpec, LinkGeometry, LinkState, PeerSpec, Welcome
 from swiftkv.lease.process import PeerProcess
 
 
@@ -64,7 +64,7 @@ def link_state(peer: LenderPeer, link: BorrowLink, *, now_s: float, with_extents
         peer=peer.spec.name,
         peer_state=peer.state,
         geometry=link.geometry,
-        counts={"none": ledger.none, "held": ledger.held, "recalled": ledger.recalled},
+        counts={state: getattr(ledger, state) for state in BORROWER_STATES},
         num_bytes=link.borrowed * link.geometry.extent_bytes,
         heard_s_ago=now_s - peer.heard_s if is_there else None,
         peer_extents=peer.reported[link.index] if is_there and peer.reported else None,

@@ -16,6 +16,8 @@ import zmq
 import zmq.asyncio
 
 from swiftkv.lease.messages import (
+    BORROWER_STATES,
+    LENDER_STATES,
     MAX_LEASE_MESSAGE_BYTES,
     BudgetSet,
     FromAdmin,
@@ -42,9 +44,6 @@ from swiftkv.server.node_views import (
 from swiftkv.units import Budget, format_size
 
 logger = logging.getLogger(__name__)
-
-LENDER_STATES = ("home", "offered", "lent", "recalled")
-BORROWER_STATES = ("none", "held", "recalled")
 
 _SHOW_TIMEOUT_S = 5.0
 _SCRAPE_TIMEOUT_S = 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from swiftkv._lease import LenderLedger
-from swiftkv.lease.messages import LendingSpec, LinkGeometry, LinkState, PeerSpec, Welcome
+from swiftkv.lease.messages import LENDER_STATES, LendingSpec, LinkGeometry, LinkState, PeerSpec, Welcome
 from swiftkv.lease.process import PeerProcess
 from swiftkv.lease.wire import Route
 
@@ -96,7 +96,7 @@ def link_state(
         peer=peer.spec.name,
         peer_state=peer.state,
         geometry=link.geometry,
-        counts={state: getattr(ledger, state) for state in ("home", "offered", "lent", "recalled")},
+        counts={state: getattr(ledger, state) for state in LENDER_STATES},
         num_bytes=link.away_bytes,
         heard_s_ago=now_s - peer.heard_s if is_there else None,
         peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
