@@ -72,7 +72,7 @@ class Wire(Protocol):
 
 
 class SocketWire:
-    """A ROUTER for borrowers and the gateway, a DEALER to each lender, the ends of processes, and `wake`.
+    """The `Wire` of a coordinator in a thread: a ROUTER for borrowers and the gateway, and a DEALER to each lender.
 
     Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds how much
     one side sends before the other answers. Only one thread at a time may call it, except for `wake`.
@@ -104,7 +104,6 @@ class SocketWire:
         return time.monotonic()
 
     def send(self, route: Route, message: FromLender | ToAdmin) -> None:
-        """Send to a borrower or the gateway. A message to one that is gone is lost: `watch_exit` notices its end."""
         try:
             self._router.send_multipart([route, self._encoder.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -112,7 +111,6 @@ class SocketWire:
                 raise
 
     def send_to_lender(self, index: int, message: FromBorrower) -> None:
-        """Send to a lender; drop the message while its coordinator does not listen."""
         with contextlib.suppress(zmq.Again):
             self._dealers[index].send(self._encoder.encode(message), zmq.NOBLOCK)
 
@@ -120,17 +118,14 @@ class SocketWire:
         return self._lenders[index].name
 
     def reconnect(self, index: int) -> None:
-        """Forget messages from the lender, and those to it that it has not read."""
         self._poller.unregister(self._dealers[index])
         self._dealers[index].close(linger=0)
         self._dealers[index] = self._connect(self._lenders[index])
 
     def wake(self) -> None:
-        """End the `wait` in progress, or otherwise the next one; from any thread."""
         self._wakeup.wake()
 
     def watch_exit(self, process: PeerProcess, on_exit: Callable[[], None]) -> None:
-        """Call `on_exit` once, in `wait`, when the process is gone, and close its file descriptor."""
         self._poller.register(process.fd, zmq.POLLIN)
 
         def exited() -> None:

@@ -148,9 +148,8 @@ class BatchRunner:
             places = min(self._places(model), _MAX_TAKEN)
             if places:
                 self._start(await self._take((model.name,), True, places))
-        if (
-            self._may_have_strangers or self._names != self._models.names
-        ):  # lines for models that this node does not serve: each gets its error
+        # Lines for models that this node does not serve: each gets its error.
+        if self._may_have_strangers or self._names != self._models.names:
             self._names = self._models.names
             strangers = await self._take(tuple(self._models.names), False, _MAX_TAKEN)
             self._may_have_strangers = bool(strangers)
