@@ -129,12 +129,12 @@ class SocketWire:
         self._poller.register(process.fd, zmq.POLLIN)
 
         def exited() -> None:
-            self.forget(process)
+            self._forget(process)
             on_exit()
 
         self._exits[process.fd] = exited
 
-    def forget(self, process: PeerProcess) -> None:
+    def _forget(self, process: PeerProcess) -> None:
         self._poller.unregister(process.fd)
         del self._exits[process.fd]
         process.close()

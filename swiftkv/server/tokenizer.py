@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,11 @@ from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError
 from swiftkv.server.errors import ApiError
-from swiftkv.server.one_system import one_system
 from swiftkv.server.price import check_tokenize
+from swiftkv.server.template_traits import TemplateTraits
 from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
 from swiftkv.server.truncation import Truncation
@@ -33,17 +33,6 @@ _PROBE = [
     {"role": "user", "content": "a b"},
     {"role": "assistant", "content": " c\n"},
     {"role": "user", "content": "d"},
-]
-_SHOWN = "swiftkv shown"
-_LATE_PROBE = [
-    {"role": "system", "content": "a"},
-    {"role": "user", "content": "b"},
-    {"role": "system", "content": _SHOWN},
-]
-_SHORT_ID_CHARS = 9
-_PARTS_PROBES = [
-    [{"role": "user", "content": _SHOWN}],
-    [{"role": "system", "content": _SHOWN}, {"role": "user", "content": "a"}],
 ]
 # Names of transformers' own parameters, or of variables that each template gets.
 _NOT_VARIABLES = {
@@ -80,6 +69,7 @@ class Tokenizer:
         self._special_ids = _special_token_ids(self.backend)
         self._special_tokens = re.compile("|".join(map(re.escape, _special_token_texts(self.backend))) or r"(?!)")
         self._plain_backend = _split_special(self.backend) if split_special_tokens else None
+        self._traits = TemplateTraits(lambda messages: self._render(messages, _AS_USUAL))
         self._check_plain_backend()
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
@@ -139,14 +129,9 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
-        if not self._shows_late_system:
-            messages = one_system(messages)
-        messages, tools, given = self._for_template(messages, tools, given)
-        if self._wants_short_ids:
-            messages = [_with_short_ids(message) for message in messages]
-        if self._takes_parts:
-            messages = _in_parts(messages)
-        return self.encode_rendered(self._render(messages, given, tools), max_chars=max_chars)
+        messages, tools, given = self._for_template(self._traits.without_late_system(messages), tools, given)
+        text = self._render(self._traits.in_shape(messages), given, tools)
+        return self.encode_rendered(text, max_chars=max_chars)
 
     def template_source(
         self,
@@ -191,7 +176,7 @@ class Tokenizer:
 
     def least_tokens(self, num_chars: int) -> int:
         """Return the fewest tokens that a text of `num_chars` can have."""
-        return max(1, -(-num_chars // self._max_chars_per_token))
+        return max(1, ceil_div(num_chars, self._max_chars_per_token))
 
     def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str, cut: Truncation | None = None) -> None:
         """Refuse a text that certainly has more than `max_tokens` tokens, without tokenizing it.
@@ -222,28 +207,6 @@ class Tokenizer:
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's own spelling of each token."""
         return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
-
-    @cached_property
-    def _shows_late_system(self) -> bool:
-        """Whether the chat template shows later system messages, too, in their places."""
-        return self._shows(_LATE_PROBE)
-
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the chat template takes texts only as parts of a content, as the first one of Gemma 3 does."""
-        return any(not self._shows(probe) and self._shows(_in_parts(probe)) for probe in _PARTS_PROBES)
-
-    @cached_property
-    def _wants_short_ids(self) -> bool:
-        """Whether the chat template refuses ids of calls that are not as long as those of Mistral's models."""
-        return not self._shows(_calling("call_of_another_model")) and self._shows(_calling("a" * _SHORT_ID_CHARS))
-
-    def _shows(self, probe: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the chat template takes a conversation and shows `_SHOWN`, which is in it."""
-        try:
-            return _SHOWN in self._render(probe, _AS_USUAL)
-        except ApiError:
-            return False
 
     def _check_plain_backend(self) -> None:
         """Check that ordinary conversations come to the same tokens in parts as in one piece."""
@@ -388,37 +351,6 @@ def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None
         raise CheckpointError(f"{path}: the chat template, line {error.lineno}: {error.message}; correct it") from None
     except _REFUSALS:
         pass
-
-
-def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages whose content is a list of one part."""
-    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-
-
-def _calling(call_id: str) -> list[Mapping[str, Any]]:
-    """Return a conversation with a call of this id."""
-    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
-    return [
-        {"role": "user", "content": _SHOWN},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "a", "tool_call_id": call_id},
-    ]
-
-
-def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose ids of calls have the length that Mistral's templates ask for."""
-    shown = dict(message)
-    if "tool_calls" in message:
-        shown["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
-    if "tool_call_id" in message:
-        shown["tool_call_id"] = _short_id(message["tool_call_id"])
-    return shown
-
-
-def _short_id(call_id: str) -> str:
-    if len(call_id) == _SHORT_ID_CHARS:
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:_SHORT_ID_CHARS]  # the last ones alone may be those of others
 
 
 def _is_byte_level(backend: Backend) -> bool:

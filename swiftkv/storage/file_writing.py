@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.locks import hold_lock, remove_if_unlocked
 from swiftkv.storage.backend import Parts
 
@@ -25,7 +26,7 @@ _PAGE_BYTES = 4096
 
 def disk_bytes(num_bytes: int) -> int:
     """Return the size of a file that holds `num_bytes`: whole pages, which are overwritten without being read."""
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    return ceil_div(num_bytes, _PAGE_BYTES) * _PAGE_BYTES
 
 
 class UnpublishedFiles:
