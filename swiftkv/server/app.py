@@ -109,7 +109,7 @@ def create_model_app(
 def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> FastAPI:
     app = FastAPI(title="swiftkv", version=__version__, openapi_url=None)  # `ApiDocument` serves it
     app.state.body_threads = body_threads()
-    app.state.turns = settings.limits.turns
+    app.state.rounds = settings.limits.rounds
     install_error_handlers(app)
 
     @app.exception_handler(RequestValidationError)

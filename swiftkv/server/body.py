@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from swiftkv.server.errors import ApiError
 from swiftkv.server.fields import Body
-from swiftkv.server.limits import Turns
+from swiftkv.server.limits import Rounds
 from swiftkv.server.messages_api.body import CountTokensBody, MessagesBody
 from swiftkv.server.pooling.bodies import EmbeddingBody, RerankBody, ScoreBody
 from swiftkv.server.price import check_json
@@ -102,8 +102,8 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
         pieces = await _pieces(request)
         came_s = time.perf_counter()
         # Many bodies may end, or lose their clients, in the same instant.
-        turns: Turns = request.app.state.turns
-        await turns.take()
+        rounds: Rounds = request.app.state.rounds
+        await rounds.take()
         if pieces is None:
             raise ClientGone
         num_bytes = request.state.num_body_bytes = sum(map(len, pieces))

@@ -130,7 +130,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for timer in (self._phase_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        self._limits.turns.leave(self)  # a request that has not begun never does
+        self._limits.rounds.leave(self)  # a request that has not begun never does
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -229,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if without_model(cycle.scope["path"]) in URGENT_PATHS:
             begin()
         else:
-            self._limits.turns.enter(self, begin)
+            self._limits.rounds.enter(self, begin)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

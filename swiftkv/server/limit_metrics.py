@@ -20,7 +20,7 @@ class LimitMetrics(Collector):
         limits = self._limits
         yield GaugeMetricFamily("swiftkv:http_connections", "Connections of clients", limits.num_connections)
         yield GaugeMetricFamily(
-            "swiftkv:http_requests_waiting", "Requests that wait to begin", limits.turns.num_waiting
+            "swiftkv:http_requests_waiting", "Requests that wait to begin", limits.rounds.num_waiting
         )
         yield GaugeMetricFamily("swiftkv:http_body_bytes", "Bytes of request bodies in memory", limits.body_bytes)
         refused = CounterMetricFamily(

@@ -95,7 +95,7 @@ class BodyBudget:
         self._counted_bytes = 0
 
 
-class Turns:
+class Rounds:
     """Begins a few pieces of work in each round of one event loop.
 
     A hundred requests that come at once begin over fifty rounds: in each round, the tokens and answers of others wait
@@ -110,11 +110,11 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """The number of pieces of work that wait for their turn."""
+        """The number of pieces of work that wait for a round with room."""
         return len(self._waiting)
 
     def enter(self, who: Hashable, begin: Callable[[], None]) -> None:
-        """Call `begin` in turn: at once if this round has room. `who` waits for one turn at a time."""
+        """Call `begin` in order: at once if this round has room. `who` waits for one place at a time."""
         assert who not in self._waiting
         if not self._is_counting:
             self._is_counting = True
@@ -126,22 +126,22 @@ class Turns:
             self._waiting[who] = begin
 
     def leave(self, who: Hashable) -> None:
-        """Give up the turn that `who` waits for."""
+        """Give up the place that `who` waits for."""
         self._waiting.pop(who, None)
 
     async def take(self) -> None:
-        """Wait for a turn."""
-        turn = asyncio.get_running_loop().create_future()
+        """Wait for a place in a round."""
+        place = asyncio.get_running_loop().create_future()
         try:
-            self.enter(turn, lambda: None if turn.done() else turn.set_result(None))
-            await turn
+            self.enter(place, lambda: None if place.done() else place.set_result(None))
+            await place
         finally:
-            self.leave(turn)
+            self.leave(place)
 
     def _begin_round(self) -> None:
         self._left = self._per_round
         self._is_counting = bool(self._waiting)
-        if self._is_counting:  # first: the other turns must come even if `begin` fails
+        if self._is_counting:  # first: the next rounds must come even if `begin` fails
             asyncio.get_running_loop().call_soon(self._begin_round)
         while self._waiting and self._left > 0:
             begin = self._waiting.pop(next(iter(self._waiting)))
@@ -160,7 +160,7 @@ class NodeLimits:
     """The descriptors that models leave to clients, for connections and for files that requests hold open."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     log: LogLimit = field(default_factory=LogLimit)
-    turns: Turns = field(default_factory=Turns)
+    rounds: Rounds = field(default_factory=Rounds)
     num_connections: int = 0
     num_refused_connections: int = 0
     num_files: int = 0

@@ -1,4 +1,4 @@
-"""Limits on connections and on what is logged of them, and the turns in which requests begin."""
+"""Limits on connections and on what is logged of them, and the rounds in which requests begin."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from swiftkv.server.limits import FREE_BODY_BYTES, Admission, BodyBudget, NodeLimits, Turns
+from swiftkv.server.limits import FREE_BODY_BYTES, Admission, BodyBudget, NodeLimits, Rounds
 
 MIB = 1 << 20
 
@@ -76,22 +76,22 @@ def test_a_refused_body_takes_no_more() -> None:
 
 
 def test_a_few_requests_begin_in_each_round_of_the_event_loop() -> None:
-    turns = Turns(per_round=2)
-    rounds = 0
+    rounds = Rounds(per_round=2)
+    num_rounds = 0
     begun: list[tuple[int, int]] = []  # request, round
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
 
         def count() -> None:
-            nonlocal rounds
-            rounds += 1
+            nonlocal num_rounds
+            num_rounds += 1
             loop.call_soon(count)
 
         count()
         for number in range(100):
-            turns.enter(number, lambda number=number: begun.append((number, rounds)))
-        turns.leave(50)
+            rounds.enter(number, lambda number=number: begun.append((number, num_rounds)))
+        rounds.leave(50)
         while len(begun) < 99:
             await asyncio.sleep(0)
 
@@ -101,11 +101,11 @@ def test_a_few_requests_begin_in_each_round_of_the_event_loop() -> None:
     assert begun[0][1] == 1
 
 
-def test_who_gives_up_waiting_takes_no_turn() -> None:
-    turns = Turns(per_round=1)
+def test_who_gives_up_waiting_takes_no_place() -> None:
+    rounds = Rounds(per_round=1)
 
     async def run() -> None:
-        tasks = [asyncio.create_task(turns.take()) for _ in range(4)]
+        tasks = [asyncio.create_task(rounds.take()) for _ in range(4)]
         await asyncio.sleep(0)
         for task in tasks[1:3]:
             task.cancel()
@@ -116,12 +116,12 @@ def test_who_gives_up_waiting_takes_no_turn() -> None:
 
 
 def test_who_comes_alone_does_not_wait() -> None:
-    turns = Turns(per_round=1)
+    rounds = Rounds(per_round=1)
 
     async def run() -> None:
         for _ in range(3):
             begun: list[bool] = []
-            turns.enter("one", lambda begun=begun: begun.append(True))
+            rounds.enter("one", lambda begun=begun: begun.append(True))
             assert begun
             await asyncio.sleep(0)
             await asyncio.sleep(0)
