@@ -41,7 +41,8 @@ def serve(pipe: Connection, step_ms: float) -> None:
 
 
 def tokens_generated(gateway: Gateway) -> float:
-    value = gateway.metrics.registry.get_sample_value("vllm:generation_tokens_total", {"model_name": "chat"})
+    labels = {"model_name": "chat", "engine": "0"}
+    value = gateway.metrics.registry.get_sample_value("vllm:generation_tokens_total", labels)
     assert value is not None
     return float(value)
 

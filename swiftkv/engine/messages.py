@@ -41,6 +41,9 @@ DURATION_BOUNDS_S = (
 )  # fmt: skip
 """Upper bounds of the buckets of an engine's histograms, in seconds."""
 
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of `EngineStats.step_tokens`: vLLM's."""
+
 HIT_TIERS = ("local", "peer", "host", "storage")
 """The tiers in which prompts find their KV, the nearest first."""
 
@@ -344,6 +347,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
     usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for the long run
+    step_tokens: Histogram | None = None  # per step: its tokens of prompts, and those that it generated
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
         """Return `prefix_hit_tokens_total` by where the KV lay, for all of HIT_TIERS."""

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from swiftkv._core import GroupStats, Scheduler
-from swiftkv.engine.messages import DURATION_BOUNDS_S, EngineConfig, EngineStats
+from swiftkv.engine.messages import DURATION_BOUNDS_S, STEP_TOKENS_BOUNDS, EngineConfig, EngineStats
 from swiftkv.engine.pins import Pins
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import Tier
@@ -36,11 +36,13 @@ class EngineStatistics:
         self._hit_tokens_total = 0
         self._peer_hit_tokens_total = 0
         self._load, self._store, self._exposed = (Histogram(DURATION_BOUNDS_S) for _ in range(3))
+        self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
 
     def count_step(self, num_prompt_tokens: int, num_generated_tokens: int) -> None:
         self._steps_total += 1
         self._prompt_tokens_total += num_prompt_tokens
         self._generation_tokens_total += num_generated_tokens
+        self._step_tokens.add(num_prompt_tokens + num_generated_tokens)
 
     def count_hits(self, num_tokens: int, in_peers: int) -> None:
         """Count the cached tokens that a request began with, or found later, as its client is told.
@@ -94,6 +96,7 @@ class EngineStatistics:
             tier=self._tier.stats(),
             groups=[msgspec.convert(group, GroupBlocks, from_attributes=True) for group in stats.groups],
             pins=self._pins.views(time.monotonic()),
+            step_tokens=self._step_tokens,
         )
 
     def _count_streamed(self) -> None:

@@ -354,6 +354,7 @@ class EngineClient:
         self._hand_on_tokens(step, now_s)
         for request_id, pooled in (step.pooled or {}).items():
             if sequence := self._in_flight.get(request_id):
+                sequence.note_prompt(self.metrics)
                 sequence.generation.output(sequence.index).pooled = pooled
                 sequence.generation.end(sequence.index)
                 self._forget(request_id, "stop")
@@ -369,7 +370,6 @@ class EngineClient:
             return
         if sequence.admitted_s is None:
             sequence.admitted_s = now_s
-            self.metrics.count_prompt_tokens(sequence.request.num_prompt_tokens)
         sequence.cached_tokens = admitted.cached_tokens
         sequence.cached_by_tier = admitted.hit_tokens_by_tier()
         sequence.generation.admitted.append((sequence.index, admitted))

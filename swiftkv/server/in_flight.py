@@ -36,11 +36,16 @@ class InFlight:
         """Count a token that has come."""
         if self.first_token_s is None:
             self.first_token_s = now_s
+            self.note_prompt(metrics)
             metrics.observe_first_token(now_s - self.arrived_s)
         else:
             metrics.observe_inter_token_latency(now_s - self.last_token_s)
         self.last_token_s = now_s
         self.num_tokens += 1
+
+    def note_prompt(self, metrics: ModelMetrics) -> None:
+        """Count the prompt, which is through."""
+        metrics.count_prompt_tokens(self.request.num_prompt_tokens, self.cached_by_tier)
 
     def note_step(self, part: StepTrace) -> None:
         """Keep the figures of one step of the sequence, which is traced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -50,7 +50,7 @@ class LendingMetrics(ModelCollector[LendingState]):
                 borrowed.add_metric((model, peer, model), num_bytes)
             if state.lends:
                 budget.add_metric((model,), state.budget_bytes)
-                add_histogram(durations, model, state.recall_seconds)
+                add_histogram(durations, (model,), state.recall_seconds)
             for reason, total in state.recalls_total.items():
                 recalls.add_metric((model, reason), total)
         return lent, borrowed, budget, recalls, durations, dropped
@@ -63,6 +63,6 @@ def _by_peer(links: Iterable[LinkState]) -> Iterator[tuple[str, int]]:
     yield from totals.items()
 
 
-def add_histogram(family: HistogramMetricFamily, model: str, histogram: Histogram) -> None:
-    bounds = (*map(str, histogram.bounds_s), "+Inf")
-    family.add_metric((model,), list(zip(bounds, histogram.cumulative(), strict=True)), histogram.sum_s)
+def add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:
+    bounds = (*map(str, histogram.bounds), "+Inf")
+    family.add_metric(labels, list(zip(bounds, histogram.cumulative(), strict=True)), histogram.total)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
-_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+# vLLM's bounds, so that histograms of both add up, and finer ones below its lowest.
+FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_GATEWAY_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _RATIOS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 1.5, 2, 5, 10)
 _TOKENS = tuple(step * 10**power for power in range(7) for step in (1, 2, 5))
 
@@ -41,7 +47,8 @@ COUNTERS: Mapping[str, str] = {
     ),
     "swiftkv:cuda_graph_hits": "Decode steps that ran as a CUDA graph",
     "swiftkv:cuda_graph_misses": "Decode steps on a GPU that ran without a CUDA graph",
-    "vllm:prompt_tokens": "Prompt tokens of admitted requests",
+    "vllm:prompt_tokens": "Prompt tokens of requests that have come to their first token, or have been pooled",
+    "vllm:prompt_tokens_cached": "Those of vllm:prompt_tokens that were not computed, wherever their KV lay",
     "vllm:generation_tokens": "Tokens generated",
 }
 LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
@@ -51,6 +58,9 @@ LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "swiftkv:prefix_hit_tokens": ("tier", "Prompt tokens found in the prefix cache, by the tier that had their KV"),
     "swiftkv:requests_refused": ("limit", "Requests refused because the model was at a limit, by limit"),
+    "vllm:prompt_tokens_by_source": (
+        "source", "vllm:prompt_tokens by source; external_kv_transfer are those whose KV other models or tiers held",
+    ),
     "vllm:request_success": ("finished_reason", "Requests finished"),
 }  # fmt: skip
 """By name: the label beside the model's, and the text."""
@@ -61,22 +71,34 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
         "Time to the first token as forecast on arrival, divided by the actual time", _RATIOS,
     ),
     "swiftkv:gateway_request_seconds": (
-        "From the end of a request's body until the request was sent to its engine", _SHORT_S,
+        "From the end of a request's body until the request was sent to its engine", _GATEWAY_S,
     ),
     "swiftkv:gateway_first_token_seconds": (
-        "From the end of the step that computed a stream's first token until the token was written", _SHORT_S,
+        "From the end of the step that computed a stream's first token until the token was written", _GATEWAY_S,
     ),
-    "vllm:inter_token_latency_seconds": ("Between two tokens of a request", _SHORT_S),
+    "vllm:inter_token_latency_seconds": ("Between two tokens of a request", _TOKEN_S),
     # vLLM's older name for the same, which dashboards still use.
-    "vllm:time_per_output_token_seconds": ("Between two tokens of a request", _SHORT_S),
-    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first", _SHORT_S),
+    "vllm:time_per_output_token_seconds": ("Between two tokens of a request", _TOKEN_S),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first", _TOKEN_S),
     "vllm:e2e_request_latency_seconds": ("From arrival to the last token", _REQUEST_S),
     "vllm:request_queue_time_seconds": ("From arrival to admission", _REQUEST_S),
     "vllm:request_prefill_time_seconds": ("From admission to the first token", _REQUEST_S),
+    "vllm:request_inference_time_seconds": ("From admission to the last token", _REQUEST_S),
     "vllm:request_decode_time_seconds": ("From the first token to the last", _REQUEST_S),
     "vllm:request_prompt_tokens": ("Prompt length", _TOKENS),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt length without cached tokens", _TOKENS),
     "vllm:request_generation_tokens": ("Tokens generated", _TOKENS),
     "vllm:request_params_max_tokens": ("max_tokens asked for", _TOKENS),
-    "vllm:request_params_n": ("n asked for", (1, 2, 5, 10, 20, 50, 100)),
+    "vllm:request_params_n": ("n asked for", (1, 2, 5, 10, 20)),
 }  # fmt: skip
 """By name: the text, and the bounds of the buckets."""
+
+
+def label_names(metric: str, *further: str) -> tuple[str, ...]:
+    """Return the labels of a model's metric: vLLM's have the number of the engine, by which its dashboards filter."""
+    return ("model_name", "engine", *further) if metric.startswith("vllm:") else ("model_name", *further)
+
+
+def label_values(metric: str, model: str, *further: str) -> tuple[str, ...]:
+    """Return the values of `label_names`: each model has one engine, number 0."""
+    return (model, "0", *further) if metric.startswith("vllm:") else (model, *further)

@@ -27,6 +27,8 @@ from swiftkv.server.metric_tables import (
     HISTOGRAMS,
     LABELLED_COUNTERS,
     LABELLED_GAUGES,
+    label_names,
+    label_values,
 )
 from swiftkv.server.model_collector import ModelCollector
 from swiftkv.server.node_views import EngineView, Latency
@@ -41,7 +43,6 @@ MAX_HIDDEN = 16
 """The most removed models whose counters are kept: few models come and go."""
 M = TypeVar("M", Gauge, Counter)
 
-_MODEL = ("model_name",)
 _ZERO_WHILE_DOWN = (
     "swiftkv:engine_up",
     "vllm:num_requests_running",
@@ -50,6 +51,9 @@ _ZERO_WHILE_DOWN = (
 )
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """vLLM's names for a model that is awake, or asleep at level 1 or 2."""
+_COMPUTED = "local_compute"
+_SOURCES = {tier: "local_cache_hit" if tier == LOCAL_TIER else "external_kv_transfer" for tier in HIT_TIERS}
+"""vLLM's names for where a prompt token came from if it was not computed, by tier."""
 _SERVICE_TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
 _END_CAUSES: tuple[EndCause, ...] = get_args(EndCause)
 
@@ -61,35 +65,37 @@ class GatewayMetrics:
         self.registry = registry = CollectorRegistry()
         self.scrape_pace = ScrapePace()
         self._hidden: dict[str, None] = {}  # the models that were removed, in order
-        self.gauges = {name: Gauge(name, text, _MODEL, registry=registry) for name, text in GAUGES.items()}
+        self.gauges = {name: Gauge(name, text, label_names(name), registry=registry) for name, text in GAUGES.items()}
         self.labelled_gauges = {
-            name: Gauge(name, text, (*_MODEL, label), registry=registry)
+            name: Gauge(name, text, label_names(name, label), registry=registry)
             for name, (label, text) in LABELLED_GAUGES.items()
         }
-        self.counters = {name: Counter(name, text, _MODEL, registry=registry) for name, text in COUNTERS.items()}
+        self.counters = {
+            name: Counter(name, text, label_names(name), registry=registry) for name, text in COUNTERS.items()
+        }
         self.labelled_counters = {
-            name: Counter(name, text, (*_MODEL, label), registry=registry)
+            name: Counter(name, text, label_names(name, label), registry=registry)
             for name, (label, text) in LABELLED_COUNTERS.items()
         }
         self.histograms = {
-            name: Histogram(name, text, _MODEL, buckets=buckets, registry=registry)
+            name: Histogram(name, text, label_names(name), buckets=buckets, registry=registry)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
         self.batch_lines = Counter(
             "swiftkv:batch_lines",
             "Lines of batches that have run, by outcome",
-            (*_MODEL, "outcome"),
+            ("model_name", "outcome"),
             registry=registry,
         )
         self.batch_sequences = Gauge(
-            "swiftkv:batch_sequences_running", "Sequences of batches in the engine", _MODEL, registry=registry
+            "swiftkv:batch_sequences_running", "Sequences of batches in the engine", ("model_name",), registry=registry
         )
         self.tenants = TenantMetrics(FIRST_TOKEN_S)
         self.engines = _EngineStates()
-        self.layer_stream, self.cache_configs = _LayerStream(), _CacheConfigs()
+        self.engine_histograms, self.cache_configs = _EngineHistograms(), _CacheConfigs()
         self.blocks, self.tiers = BlockMetrics(), TierMetrics()
         self.compute, self.lending = ComputeMetrics(), LendingMetrics()
-        of_engines = (self.layer_stream, self.cache_configs, self.blocks, self.tiers, self.compute, self.lending)
+        of_engines = (self.engine_histograms, self.cache_configs, self.blocks, self.tiers, self.compute, self.lending)
         self._collectors = (self.engines, *of_engines)
         for collector in self._collectors:
             registry.register(collector)
@@ -160,20 +166,24 @@ class ModelMetrics:
         self.between_tokens = Latency()
         self._name = name
         self._metrics = metrics
-        self._gauges = {metric: gauge.labels(name) for metric, gauge in metrics.gauges.items()}
-        self._counters = {metric: counter.labels(name) for metric, counter in metrics.counters.items()}
-        self._histograms = {metric: histogram.labels(name) for metric, histogram in metrics.histograms.items()}
-        self._kv_tokens = self._by_label(metrics.labelled_gauges["swiftkv:kv_tier_tokens"], (LOCAL_TIER, PEER_TIER))
-        self._success = self._by_label(metrics.labelled_counters["vllm:request_success"], FINISHED_REASONS)
-        self._displaced = self._by_label(metrics.labelled_counters["swiftkv:requests_displaced"], _SERVICE_TIERS)
-        self._prefix_hits = self._by_label(metrics.labelled_counters["swiftkv:prefix_hit_tokens"], HIT_TIERS)
+        self._gauges = {key: gauge.labels(*label_values(key, name)) for key, gauge in metrics.gauges.items()}
+        self._counters = {key: counter.labels(*label_values(key, name)) for key, counter in metrics.counters.items()}
+        self._histograms = {
+            key: histogram.labels(*label_values(key, name)) for key, histogram in metrics.histograms.items()
+        }
+        gauges, counters = metrics.labelled_gauges, metrics.labelled_counters
+        self._kv_tokens = self._by_label(gauges, "swiftkv:kv_tier_tokens", (LOCAL_TIER, PEER_TIER))
+        self._prompt_tokens = self._by_label(counters, "vllm:prompt_tokens_by_source", (_COMPUTED, *_SOURCES.values()))
+        self._success = self._by_label(counters, "vllm:request_success", FINISHED_REASONS)
+        self._displaced = self._by_label(counters, "swiftkv:requests_displaced", _SERVICE_TIERS)
+        self._prefix_hits = self._by_label(counters, "swiftkv:prefix_hit_tokens", HIT_TIERS)
         # At zero from the start: `increase` does not see a counter that begins with one.
-        self._restarts = self._by_label(metrics.labelled_counters["swiftkv:engine_restarts"], _END_CAUSES)
+        self._restarts = self._by_label(counters, "swiftkv:engine_restarts", _END_CAUSES)
         self._engine_totals: dict[Counter, int] = {}
         """The counts of the engine that runs now, as last reported: a restarted engine counts from zero again."""
 
-    def _by_label(self, metric: M, values: Iterable[str]) -> dict[str, M]:
-        return {value: metric.labels(self._name, value) for value in values}
+    def _by_label(self, metrics: Mapping[str, M], key: str, values: Iterable[str]) -> dict[str, M]:
+        return {value: metrics[key].labels(*label_values(key, self._name, value)) for value in values}
 
     def observe_engine(self, stats: EngineStats) -> None:
         """Take over the figures that the engine reports about itself."""
@@ -190,7 +200,7 @@ class ModelMetrics:
         step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
         for term, seconds in zip(STEP_TIME_TERMS, stats.usual_step_time_s, strict=False):
             step_time.labels(self._name, term).set(seconds)
-        self._metrics.layer_stream.observe(self._name, stats)
+        self._metrics.engine_histograms.observe(self._name, stats)
         self._metrics.blocks.observe(self._name, stats.groups)
         self._metrics.tiers.observe(self._name, stats.tier)
         self._metrics.compute.observe(self._name, stats.compute)
@@ -219,8 +229,14 @@ class ModelMetrics:
             counter.inc(max(0, total - seen))
             self._engine_totals[counter] = total
 
-    def count_prompt_tokens(self, count: int) -> None:
+    def count_prompt_tokens(self, count: int, cached_by_tier: Mapping[str, int]) -> None:
+        """Count the tokens of a prompt that is through, and those of them that were cached."""
+        cached = sum(cached_by_tier.values())
         self._counters["vllm:prompt_tokens"].inc(count)
+        self._counters["vllm:prompt_tokens_cached"].inc(cached)
+        self._prompt_tokens[_COMPUTED].inc(count - cached)
+        for tier, num_tokens in cached_by_tier.items():
+            self._prompt_tokens[_SOURCES[tier]].inc(num_tokens)
 
     def count_generated_tokens(self, count: int) -> None:
         self._counters["vllm:generation_tokens"].inc(count)
@@ -278,8 +294,11 @@ class ModelMetrics:
         self._histograms["vllm:request_params_max_tokens"].observe(request.max_tokens)
         if request.queue_s is not None:
             self._histograms["vllm:request_queue_time_seconds"].observe(request.queue_s)
+            self._histograms["vllm:request_inference_time_seconds"].observe(request.e2e_s - request.queue_s)
         if request.first_token_s is None:
             return
+        computed = request.prompt_tokens - request.cached_tokens
+        self._histograms["vllm:request_prefill_kv_computed_tokens"].observe(computed)
         decode_s = request.e2e_s - request.first_token_s
         self._histograms["vllm:request_decode_time_seconds"].observe(decode_s)
         self._histograms["vllm:request_prefill_time_seconds"].observe(request.first_token_s - (request.queue_s or 0))
@@ -288,7 +307,7 @@ class ModelMetrics:
             self._histograms["vllm:request_time_per_output_token_seconds"].observe(mean_s)
 
 
-class _LayerStream(ModelCollector[EngineStats]):
+class _EngineHistograms(ModelCollector[EngineStats]):
     """Histograms that engines keep, as last reported; those of a restarted engine begin anew."""
 
     def collect(self) -> Iterable[Metric]:
@@ -307,22 +326,24 @@ class _LayerStream(ModelCollector[EngineStats]):
                 (exposed, stats.layer_stream_exposed),
             ):
                 if durations is not None:
-                    add_histogram(family, model, durations)
-        return load, store, exposed
+                    add_histogram(family, (model,), durations)
+        name = "vllm:iteration_tokens_total"
+        step_tokens = HistogramMetricFamily(name, "Tokens of prompts and answers per step", labels=label_names(name))
+        for model, stats in self._by_model.items():
+            if stats.step_tokens is not None:
+                add_histogram(step_tokens, label_values(name, model), stats.step_tokens)
+        return load, store, exposed, step_tokens
 
 
 class _CacheConfigs(ModelCollector[Ready]):
     """The block sizes and pools of engines, as vLLM shows them, for routers that count in blocks."""
 
     def collect(self) -> Iterable[Metric]:
-        labels = ("model_name", "block_size", "num_gpu_blocks")
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "Tokens per block, and the number of blocks for whole sequences",
-            labels=labels,
-        )
+        name = "vllm:cache_config_info"
+        text = "Tokens per block, and the number of blocks for whole sequences"
+        info = GaugeMetricFamily(name, text, labels=label_names(name, "block_size", "num_gpu_blocks"))
         for model, ready in self._by_model.items():
-            info.add_metric((model, str(ready.block_size), str(ready.num_blocks)), 1)
+            info.add_metric(label_values(name, model, str(ready.block_size), str(ready.num_blocks)), 1)
         return [info]
 
 
@@ -336,10 +357,11 @@ class _EngineStates(ModelCollector[EngineView]):
         states = GaugeMetricFamily(
             "swiftkv:engine_state", "1 for the state that the model's engine is in", labels=("model_name", "state")
         )
+        sleep_key = "vllm:engine_sleep_state"
         sleep_states = GaugeMetricFamily(
-            "vllm:engine_sleep_state",
+            sleep_key,
             "1 for awake, weights_offloaded (asleep at level 1) or discard_all (2); none while the engine is away",
-            labels=("model_name", "sleep_state"),
+            labels=label_names(sleep_key, "sleep_state"),
         )
         ages = GaugeMetricFamily(
             "swiftkv:engine_progress_age_seconds", "Time since the engine last showed progress", labels=("model_name",)
@@ -349,7 +371,8 @@ class _EngineStates(ModelCollector[EngineView]):
                 states.add_metric((model, state), float(view.state == state))
             if (current := _sleep_state(view)) is not None:
                 for sleep_state in _SLEEP_STATES:
-                    sleep_states.add_metric((model, sleep_state), float(sleep_state == current))
+                    labels = label_values(sleep_key, model, sleep_state)
+                    sleep_states.add_metric(labels, float(sleep_state == current))
             if view.progress_age_s is not None:
                 ages.add_metric((model,), view.progress_age_s)
         return states, sleep_states, ages

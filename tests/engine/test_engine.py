@@ -44,6 +44,8 @@ def every_block_comes_back(engine: EngineProcess) -> Iterator[None]:
     stats = engine.wait_for_rest()
     assert stats.num_used_blocks == 0
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+    assert stats.step_tokens.count == stats.steps_total
+    assert stats.step_tokens.total == stats.prompt_tokens_total + stats.generation_tokens_total
 
 
 def test_ready_says_what_the_engine_is(engine: EngineProcess) -> None:

@@ -182,7 +182,8 @@ def test_models_say_their_task(gateway: Gateway, embedding_gateway: Gateway) -> 
 
 def test_metrics_count_prompts_and_no_tokens(embedding_gateway: Gateway) -> None:
     def value(name: str, **labels: str) -> float:
-        return embedding_gateway.metrics.registry.get_sample_value(name, {"model_name": "code", **labels}) or 0
+        labels = {"model_name": "code", "engine": "0", **labels}
+        return embedding_gateway.metrics.registry.get_sample_value(name, labels) or 0
 
     finished = {"finished_reason": "stop"}
     before = value("vllm:request_success_total", **finished), value("vllm:prompt_tokens_total")

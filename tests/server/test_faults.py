@@ -18,12 +18,13 @@ LONG: dict[str, Any] = {"model": "chat", "prompt": "again and again ", "max_toke
 
 def finished(gateway: Gateway, reason: str) -> float:
     registry = gateway.metrics.registry
-    labels = {"model_name": "chat", "finished_reason": reason}
+    labels = {"model_name": "chat", "engine": "0", "finished_reason": reason}
     return registry.get_sample_value("vllm:request_success_total", labels) or 0.0
 
 
 def running(gateway: Gateway) -> float | None:
-    return gateway.metrics.registry.get_sample_value("vllm:num_requests_running", {"model_name": "chat"})
+    labels = {"model_name": "chat", "engine": "0"}
+    return gateway.metrics.registry.get_sample_value("vllm:num_requests_running", labels)
 
 
 def test_a_client_that_hangs_up_in_a_stream_ends_its_request(slow_gateway: Gateway) -> None:

@@ -8,7 +8,7 @@ from echo_gateway import Gateway
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftkv.engine.messages import DURATION_BOUNDS_S, ComputeStats, EngineStats, Ready
+from swiftkv.engine.messages import DURATION_BOUNDS_S, STEP_TOKENS_BOUNDS, ComputeStats, EngineStats, Ready
 from swiftkv.histogram import Histogram
 from swiftkv.lease.messages import GroupBlocks, LendingState
 from swiftkv.server.engine_state import EndCause
@@ -42,6 +42,10 @@ DASHBOARD = {
     "vllm:time_per_output_token_seconds_bucket",
     "vllm:request_params_n_bucket",
     "vllm:request_params_max_tokens_bucket",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:request_prefill_kv_computed_tokens_bucket",
+    "vllm:request_inference_time_seconds_bucket",
     "vllm:cache_config_info",
     "vllm:engine_sleep_state",
 }
@@ -132,12 +136,53 @@ def test_totals_survive_a_restarted_engine() -> None:
     model.engine_came_up(READY)
     model.observe_engine(stats(preemptions=1, query_tokens=10, hit_tokens=5, peer_hit_tokens=1))
     value = metrics.registry.get_sample_value
-    assert value("vllm:num_preemptions_total", {"model_name": "m"}) == 3
-    assert value("vllm:prefix_cache_queries_total", {"model_name": "m"}) == 160
-    assert value("vllm:prefix_cache_hits_total", {"model_name": "m"}) == 65
+    labels = {"model_name": "m", "engine": "0"}
+    assert value("vllm:num_preemptions_total", labels) == 3
+    assert value("vllm:prefix_cache_queries_total", labels) == 160
+    assert value("vllm:prefix_cache_hits_total", labels) == 65
     assert value("swiftkv:engine_starts_total", {"model_name": "m"}) == 2
     tiers = [value("swiftkv:prefix_hit_tokens_total", {"model_name": "m", "tier": tier}) for tier in ("local", "peer")]
     assert tiers == [39, 26]
+
+
+def test_vllms_metrics_have_the_label_and_the_bounds_of_vllm() -> None:
+    """Dashboards filter by `engine`; histograms with the same bounds add up. Finer ones lie below vLLM's lowest."""
+    metrics = GatewayMetrics()
+    observe_everything(metrics, "m")
+    bounds: dict[str, list[float]] = {}
+    for metric in metrics.registry.collect():
+        for sample in metric.samples:
+            assert sample.labels.get("engine") == ("0" if sample.name.startswith("vllm:") else None), sample
+            if "le" in sample.labels:
+                bounds.setdefault(metric.name, []).append(float(sample.labels["le"]))
+    of_tokens = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+    of_requests = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
+    first_token = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+    for name, of_vllm in {
+        "time_to_first_token_seconds": [*first_token, 160, 640, 2560],
+        "inter_token_latency_seconds": of_tokens,
+        "request_time_per_output_token_seconds": of_tokens,
+        "e2e_request_latency_seconds": of_requests,
+        "request_queue_time_seconds": of_requests,
+        "request_inference_time_seconds": of_requests,
+        "request_prefill_time_seconds": of_requests,
+        "request_decode_time_seconds": of_requests,
+        "request_params_n": [1, 2, 5, 10, 20],
+        "iteration_tokens_total": [1, *(2**power for power in range(3, 15))],
+    }.items():
+        assert [bound for bound in bounds[f"vllm:{name}"] if bound >= of_vllm[0]] == [*of_vllm, float("inf")], name
+
+
+def test_prompt_tokens_by_source_add_up() -> None:
+    metrics = GatewayMetrics()
+    metrics.for_model("m").count_prompt_tokens(100, {"local": 32, "peer": 16, "host": 0, "storage": 8})
+
+    def value(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(name, {"model_name": "m", "engine": "0", **labels})
+
+    assert (value("vllm:prompt_tokens_total"), value("vllm:prompt_tokens_cached_total")) == (100, 56)
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    assert [value("vllm:prompt_tokens_by_source_total", source=source) for source in sources] == [44, 32, 24]
 
 
 def test_the_first_restart_is_one_more_than_a_scrape_before_it_showed() -> None:
@@ -173,7 +218,7 @@ def test_routers_learn_the_sizes_of_an_engine_anew_when_it_restarts() -> None:
     metrics.for_model("m").engine_came_up(READY)
     metrics.for_model("m").engine_came_up(msgspec.structs.replace(READY, num_blocks=280))
     text = b"".join(metrics.render()).decode()
-    assert 'vllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="280"} 1.0' in text
+    assert 'vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="280"} 1.0' in text
     assert text.count("vllm:cache_config_info{") == 1
 
 
@@ -291,6 +336,7 @@ def observe_everything(metrics: GatewayMetrics, name: str) -> None:
     stats = EngineStats(
         *[0] * 12,
         layer_stream_load=Histogram(DURATION_BOUNDS_S),
+        step_tokens=Histogram(STEP_TOKENS_BOUNDS),
         groups=[GroupBlocks(*[0] * 14)],
         tier=TierStats(backend="file"),
         compute=ComputeStats(0.0, 0.0),
@@ -324,7 +370,7 @@ def test_models_that_were_removed_are_forgotten_but_for_the_last_ones() -> None:
 def test_counters_of_a_model_that_comes_and_goes_go_on() -> None:
     metrics = GatewayMetrics()
     for _ in range(3 * MAX_HIDDEN):
-        metrics.for_model("guest").count_prompt_tokens(1)
+        metrics.for_model("guest").count_prompt_tokens(1, {})
         metrics.show_model("guest")
         metrics.hide_model("guest")
     metrics.show_model("guest")

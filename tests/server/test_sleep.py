@@ -154,9 +154,9 @@ def test_a_model_that_sleeps_says_so_and_answers_as_before_when_it_is_awake(gate
         metrics = http.get("/metrics").text
         assert 'swiftkv:engine_state{model_name="code",state="asleep"} 1.0' in metrics
         vllms_name = ("weights_offloaded", "discard_all")[level - 1]
-        assert f'vllm:engine_sleep_state{{model_name="code",sleep_state="{vllms_name}"}} 1.0' in metrics
-        assert 'vllm:engine_sleep_state{model_name="code",sleep_state="awake"} 0.0' in metrics
-        assert 'vllm:engine_sleep_state{model_name="chat",sleep_state="awake"} 1.0' in metrics
+        assert f'vllm:engine_sleep_state{{engine="0",model_name="code",sleep_state="{vllms_name}"}} 1.0' in metrics
+        assert 'vllm:engine_sleep_state{engine="0",model_name="code",sleep_state="awake"} 0.0' in metrics
+        assert 'vllm:engine_sleep_state{engine="0",model_name="chat",sleep_state="awake"} 1.0' in metrics
         assert admin(gateway, f"code/sleep?level={level}").status_code == 200  # again: nothing is left to do
         woken = http.post("/admin/models/code/wake_up")
         assert (woken.status_code, woken.json()["state"]) == (200, "ready")

@@ -39,7 +39,7 @@ def test_a_budget_that_falls_recalls_the_difference_and_one_that_rises_is_offere
         assert node["m"].show().borrows[0].num_bytes == 5 * extent_bytes
         state = node["w"].show()
         assert (state.recalls_total, state.recall_seconds.count) == ({"budget": 1}, 1)
-        assert state.recall_seconds.sum_s <= did.took_s
+        assert state.recall_seconds.total <= did.took_s
 
         again = node["w"].set_budget(5 * extent_bytes + 1)
         assert (again.recalled_bytes, again.lent_bytes) == (0, 5 * extent_bytes)

@@ -26,9 +26,9 @@ def test_a_batch_is_home_with_its_last_extent() -> None:
     assert batch.missing == 0
     assert recalls.total == {"budget": 1, "demand": 1}
     histogram = recalls.seconds
-    assert (histogram.count, histogram.sum_s) == (2, 1.0 + 2.5)
-    assert histogram.bounds_s == RECALL_SECONDS_BOUNDS
-    by_bound = dict(zip(histogram.bounds_s, histogram.cumulative(), strict=False))
+    assert (histogram.count, histogram.total) == (2, 1.0 + 2.5)
+    assert histogram.bounds == RECALL_SECONDS_BOUNDS
+    by_bound = dict(zip(histogram.bounds, histogram.cumulative(), strict=False))
     assert [by_bound[bound] for bound in (0.5, 1.0, 2.0, 5.0, 30.0)] == [0, 1, 1, 2, 2]
 
 
@@ -39,4 +39,4 @@ def test_what_takes_longer_than_every_bound_is_counted_and_no_more() -> None:
         recalls.add(serial, 0, extents(0), 1)
         recalls.came_home(0, extents(0), 1000.0)
     recalls.came_home(0, extents(0), 2000.0)
-    assert (recalls.seconds.cumulative()[-2], recalls.seconds.count, recalls.seconds.sum_s) == (0, 2, 2000.0)
+    assert (recalls.seconds.cumulative()[-2], recalls.seconds.count, recalls.seconds.total) == (0, 2, 2000.0)
