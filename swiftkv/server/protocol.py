@@ -29,7 +29,7 @@ from swiftkv.server.fields import (
 from swiftkv.server.parameters import SHOWN_CHARS
 from swiftkv.server.price import LIMITS
 from swiftkv.server.structured import StructuredFields
-from swiftkv.server.templating import ReasoningEffort, TemplateFields
+from swiftkv.server.templating import ReasoningEffort, TemplateFields, Verbosity
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import ToolCallMessages, ToolFields
 from swiftkv.server.truncation import TruncationFields
@@ -254,7 +254,10 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
-    reasoning_effort: ReasoningEffort | None = Field(None, description="Only where the chat template takes it")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="Without effect where the chat template does not take it"
+    )
+    verbosity: Verbosity | None = Field(None, description="Accepted, not used")
     include_reasoning: bool | None = Field(None, description="`false`: the answer leaves out its reasoning")
 
     functions: Annotated[None, Unsupported([])] = None
@@ -262,7 +265,6 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     modalities: Annotated[None, Unsupported(["text"])] = None
     audio: Annotated[None, Unsupported()] = None
     prediction: Annotated[None, Unsupported()] = None
-    verbosity: Annotated[None, Unsupported()] = None
     web_search_options: Annotated[None, Unsupported()] = None
     add_special_tokens: Annotated[None, Unsupported(False)] = None
     documents: Annotated[None, Unsupported([])] = None

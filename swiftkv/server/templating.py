@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field
@@ -14,15 +14,13 @@ from swiftkv.server.fields import AtMost, Body
 from swiftkv.server.price import LIMITS, check_template_variables
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 TemplateVariables = Annotated[
     dict[str, Any], Field(max_length=LIMITS.template_variables), BeforeValidator(AtMost(LIMITS.template_variables))
 ]
 
 
 class TemplateFields(Body):
-    must_take_effort: ClassVar[bool] = True
-    """Whether an effort is refused where the chat template takes none. If not, it has no effect there."""
-
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template")
     add_generation_prompt: bool | None = Field(None, description="Left out: true, unless a message is continued")
     continue_final_message: bool | None = None
@@ -44,7 +42,7 @@ def templating(body: TemplateFields, chat_template: str, reasoning_effort: Reaso
     """Return a request's input for `chat_template` besides messages and tools.
 
     Raises:
-        ApiError: 400 for fields that exclude each other, are too large or change nothing.
+        ApiError: 400 for fields that exclude each other or are too large.
     """
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -62,19 +60,15 @@ def templating(body: TemplateFields, chat_template: str, reasoning_effort: Reaso
             raise ApiError(400, message, param="chat_template_kwargs") from None
         check_template_variables(num_bytes)
     if reasoning_effort is not None:
-        of_effort = _of_effort(reasoning_effort, chat_template)
-        if of_effort is None and body.must_take_effort:
-            message = "field 'reasoning_effort' is not supported: this model's chat template does not take it"
-            raise ApiError(400, message, param="reasoning_effort", code="unsupported_field")
-        variables = (of_effort or {}) | variables
+        variables = _of_effort(reasoning_effort, chat_template) | variables
     add_generation_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return Templating(add_generation_prompt, continues, variables)
 
 
-def _of_effort(effort: ReasoningEffort, chat_template: str) -> dict[str, Any] | None:
-    """Return the variables that pass an effort to the template, `None` if it takes none."""
+def _of_effort(effort: ReasoningEffort, chat_template: str) -> dict[str, Any]:
+    """Return the variables that pass an effort to the template: none if it takes none, as clients set it once."""
     if "reasoning_effort" in chat_template:
         return {"reasoning_effort": "xhigh" if effort == "max" else effort}
     if "enable_thinking" in chat_template:
         return {"enable_thinking": effort != "none"}
-    return None
+    return {}

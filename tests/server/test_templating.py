@@ -108,12 +108,16 @@ def test_so_many_variables_are_too_many() -> None:
         ChatBody.model_validate({"messages": MESSAGES, "chat_template_kwargs": {str(i): i for i in range(65)}})
 
 
-def test_a_template_that_takes_no_effort_refuses_it(gateway: Gateway) -> None:
+def test_what_the_template_does_not_take_has_no_effect(gateway: Gateway) -> None:
+    """As in vLLM: clients set an effort and a verbosity once, for all of their models."""
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 1}
     with gateway.http() as http:
         assert http.post("/v1/chat/completions", json={**body, "continue_final_message": True}).status_code == 200
-        response = http.post("/v1/chat/completions", json={**body, "reasoning_effort": "low"})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning_effort")
+        usages = [
+            http.post("/v1/chat/completions", json={**body, **fields}).json()["usage"]["prompt_tokens"]
+            for fields in ({}, {"reasoning_effort": "none"}, {"reasoning_effort": "high", "verbosity": "low"})
+        ]
+        assert len(set(usages)) == 1
         tokens = [
             http.post("/tokenize", json={"model": "chat", "messages": MESSAGES, **fields}).json()["count"]
             for fields in ({"continue_final_message": True}, {"add_generation_prompt": False}, {})

@@ -289,12 +289,10 @@ class MessageMetadata(Body):
 class MessagesChat(ChatBody):
     """The chat that a request is translated to.
 
-    Clients of this API send a limit and an effort with each request, whatever the model, so neither is refused for
-    being too much.
+    Clients of this API send a limit with each request, whatever the model, so it is not refused for being too much.
     """
 
     must_fit: ClassVar[bool] = False
-    must_take_effort: ClassVar[bool] = False
 
 
 class CountTokensBody(ModelBody):

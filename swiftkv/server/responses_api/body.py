@@ -28,7 +28,7 @@ from swiftkv.server.responses_api.tools import (
     function_name,
 )
 from swiftkv.server.structured import JsonSchema, JsonSchemaFormat, ResponseFormat, encoded
-from swiftkv.server.templating import ReasoningEffort
+from swiftkv.server.templating import ReasoningEffort, Verbosity
 from swiftkv.server.tiers import WantedTier
 from swiftkv.server.tools import (
     CalledFunction,
@@ -205,7 +205,7 @@ TextFormat = Annotated[
 
 class TextSettings(Body):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Accepted, not used")
+    verbosity: Verbosity | None = Field(None, description="Accepted, not used")
 
     def for_chat(self) -> ResponseFormat | None:
         if self.format is None:
@@ -239,9 +239,8 @@ Included = Literal[
 
 
 class ResponsesChat(ChatBody):
-    """The chat that a request is translated to. Clients of this API send an effort, whatever the model."""
+    """The chat that a request is translated to."""
 
-    must_take_effort: ClassVar[bool] = False
     logprobs_of_text: ClassVar[bool] = True
 
 
