@@ -176,8 +176,11 @@ class AttachableTier(Tier):
     def _take_opened(self, opened: OpenStorage | None, error: Exception | None) -> None:
         """Use storage that was opened; if it could not be, answer so, or try again later."""
         if opened is not None:
-            self._tier = self._tier_of(opened)
-            self._open_again_s = None
+            try:
+                self._tier = self._tier_of(opened)
+                self._open_again_s = None
+            except _FAILURES as failure:
+                opened, error = None, failure
         if self._change_id is not None:
             self._end_change(
                 None if opened is not None else str(error or "it failed; the node's standard error has the reason")

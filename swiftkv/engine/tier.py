@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +96,8 @@ class StorageTier(Tier):
     ) -> None:
         """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed: ranks borrow none.
 
-        `wake` is called in threads of the tier when the engine should call `before_step`.
+        `wake` is called in threads of the tier when the engine should call `before_step`. If a backend cannot register
+        memory, its error is raised, and all is closed.
         """
         spec, levels, keys = opened.spec, opened.levels, opened.keys
         self._spec = spec
@@ -121,10 +123,13 @@ class StorageTier(Tier):
             may_write=self._may_write,
             on_room=wake,
         )
-        for level in levels.levels:
-            if register := level.backend.capabilities.register:
-                for memory in (*(pool.data for pool in pools), self._writer.memory):
-                    register(memory)
+        with ExitStack() as undo:
+            undo.callback(self.end)
+            for level in levels.levels:
+                if register := level.backend.capabilities.register:
+                    for memory in (*(pool.data for pool in pools), self._writer.memory):
+                        register(memory)
+            undo.pop_all()
         self._next_trial_s = 0.0  # monotonic
         self._told = TierStats()
         self._told_s = 0.0  # monotonic

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from swiftkv.engine import attachable_tier
 from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.storage.backend import Capabilities
 from swiftkv.tier.messages import TierSpec, TierStats
 from tests.engine.engine_process import TIMEOUT_S, Answer
 from tests.engine.engine_thread import EngineThread
@@ -66,6 +69,17 @@ class LateMedium(MemoryMedium):
         wait_for("the file that lets it open", Path(may_open).exists)
 
 
+class UnregisteredMedium(MemoryMedium):
+    """A medium that cannot register memory, such as one whose memory may not be locked."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, register=self._register)
+
+    def _register(self, memory: memoryview) -> None:
+        raise OSError("tiers.storage: memory cannot be locked")
+
+
 def storage_that_opens_late(may_open: Path) -> dict[str, Any]:
     return dynamic_options(LateMedium, may_open=str(may_open))
 
@@ -96,6 +110,16 @@ def tier(client: EngineThread[ModelRunner]) -> TierStats:
 def tokens(answers: list[Answer]) -> list[list[int]]:
     assert all(answer.error is None for answer in answers)
     return [answer.token_ids for answer in answers]
+
+
+def test_storage_that_cannot_register_memory_is_not_attached(checkpoint: Path, right: dict[int, list[int]]) -> None:
+    with engine(checkpoint) as client:
+        attach(client, dynamic_options(UnregisteredMedium))
+        assert outcome(client) == "tiers.storage: memory cannot be locked"
+        assert not [
+            thread.name for thread in threading.enumerate() if thread.name in ("storage loader", "storage writer")
+        ]
+        assert tokens(client.generate([prompt(0)])) == [right[0]]
 
 
 def test_answers_are_the_same_before_during_and_after(
