@@ -43,20 +43,25 @@ class PeerProcess:
 
     @classmethod
     def find(cls, pid: int, ticks: int) -> Self | None:
-        """Return the process that started at `ticks`; `None` if it is gone, even if another one has the pid."""
+        """Return the process that started at `ticks`; `None` if it is gone, even if another one has the pid.
+
+        Raises `OSError` if it cannot be watched, as where no file descriptor is left.
+        """
         try:
             process = cls(os.pidfd_open(pid))
         except OSError as error:
             if error.errno in _NO_PROCESS:
                 return None
             raise
+        is_found = False
         try:
-            if start_ticks(pid) == ticks:
-                return process
+            is_found = start_ticks(pid) == ticks
         except (FileNotFoundError, ProcessLookupError):
             pass
-        process.close()
-        return None
+        finally:
+            if not is_found:
+                process.close()
+        return process if is_found else None
 
     def close(self) -> None:
         os.close(self.fd)

@@ -246,9 +246,7 @@ class Borrower:
         if peer.welcome is not None or welcome.attempt != peer.attempt:
             return
         if welcome.refused is not None:
-            if welcome.refused != peer.state:
-                _log.warning("%s lends nothing: %s", peer.spec.name, welcome.refused)
-            self._attach_anew(peer, self._wire.now_s() + _ATTACH_RETRY_S, welcome.refused)
+            self._try_later(peer, welcome.refused)
             return
         if len(welcome.store_paths) != len(peer.links):
             raise MalformedMessage(f"it names {len(welcome.store_paths)} pools for {len(peer.links)} links")
@@ -257,7 +255,11 @@ class Borrower:
         if peer.process is not None and peer.incarnation != welcome.sender:
             return  # its end comes first
         if peer.process is None:
-            peer.process = PeerProcess.find(welcome.pid, welcome.start_ticks)
+            try:
+                peer.process = PeerProcess.find(welcome.pid, welcome.start_ticks)
+            except OSError as error:
+                self._try_later(peer, f"its process cannot be watched: {error}")
+                return
             if peer.process is None:
                 return
             self._wire.watch_exit(peer.process, lambda: self._on_exit(peer))
@@ -268,6 +270,11 @@ class Borrower:
         found = self._finders.submit(self._find_all, welcome.store_paths)
         self._searches.append(_Attachment(peer.index, peer.attempt, welcome.store_paths, found))
         found.add_done_callback(lambda _: self._wire.wake())
+
+    def _try_later(self, peer: LenderPeer, reason: str) -> None:
+        if reason != peer.state:
+            _log.warning("%s lends nothing: %s", peer.spec.name, reason)
+        self._attach_anew(peer, self._wire.now_s() + _ATTACH_RETRY_S, reason)
 
     def _find_all(self, store_paths: Sequence[str]) -> list[PeerHandle]:
         return [self._pools.find(path) for path in store_paths]

@@ -203,7 +203,12 @@ class Lender:
         if peer.process is not None and peer.incarnation != hello.sender:
             return  # the previous process may still write; this one asks again
         if peer.process is None:
-            peer.process = PeerProcess.find(hello.pid, hello.start_ticks)
+            try:
+                peer.process = PeerProcess.find(hello.pid, hello.start_ticks)
+            except OSError as error:
+                peer.route = route
+                self._refuse(peer, hello, f"its process cannot be watched: {error}")
+                return
             if peer.process is None:
                 return
             peer.incarnation = hello.sender

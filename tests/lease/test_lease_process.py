@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from swiftkv.lease.process import Identity, PeerProcess, start_ticks
+from tests.support.open_files import no_file_descriptor_left
 
 
 def is_gone(process: PeerProcess) -> bool:
@@ -40,6 +41,16 @@ def test_a_process_that_ends_is_gone_before_anybody_waits_for_it() -> None:
     with pytest.raises((FileNotFoundError, ProcessLookupError)):
         start_ticks(child.pid)
     child.communicate()
+
+
+def test_a_search_that_fails_keeps_no_file_descriptor() -> None:
+    """One is for the process, and another, which is not there, for the file that says when it started."""
+    me = Identity.of_this_process("me")
+    with no_file_descriptor_left(os.getpid(), num_left=1):
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many open files"):
+                PeerProcess.find(me.pid, me.start_ticks)
+        os.close(os.open("/dev/null", os.O_RDONLY))
 
 
 def test_a_name_may_have_brackets_and_spaces() -> None:

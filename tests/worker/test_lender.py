@@ -12,13 +12,14 @@ import pytest
 import zmq
 
 from swiftkv._core import GroupSpec, Link, Scheduler
-from swiftkv.lease.messages import Attached, Hello, LendingState, ToAdmin, Welcome
+from swiftkv.lease.messages import Attached, Hello, LendingState, LinkGeometry, ToAdmin, Welcome
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.lease.wire import SocketWire
 from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.worker.lender import Lender
 from tests.lease.lending_process import TIMEOUT_S, Admin, EngineWithoutModel, Node, held, lent, publish
 from tests.support.lender import pool_of
+from tests.support.open_files import no_file_descriptor_left
 
 ALL = 16  # extents of a lender of 48 blocks, 3 in each
 NOTHING_KNOWN = LendingState(request_id=0, name="w", pool_bytes=0, groups=[], messages_dropped_total=0)
@@ -218,6 +219,25 @@ def test_a_process_that_is_gone_is_not_welcomed() -> None:
         assert socket.poll(TIMEOUT_S * 1000)
         answer = msgspec.msgpack.decode(socket.recv(), type=Welcome)
         assert (answer.receiver, answer.refused) == (me.incarnation, None)
+        socket.close(linger=0)
+
+
+def test_a_borrower_that_cannot_be_watched_is_refused_until_it_can() -> None:
+    """For want of a file descriptor: the engine goes on, and the borrower asks again."""
+    me = Identity.of_this_process("m")
+    with Node(start=["w"]) as node, zmq.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(node.address("w"))
+
+        def refused(attempt: int, links: list[LinkGeometry]) -> str | None:
+            socket.send(msgspec.msgpack.encode(Hello("m", me.incarnation, attempt, me.pid, me.start_ticks, links)))
+            assert socket.poll(TIMEOUT_S * 1000)
+            return msgspec.msgpack.decode(socket.recv(), type=Welcome).refused
+
+        assert "not configured" in (refused(1, []) or "")  # connected, which takes a descriptor, too
+        with no_file_descriptor_left(node["w"].process.pid):
+            assert "cannot be watched" in (refused(1, [node.link]) or "")
+        assert refused(2, [node.link]) is None
         socket.close(linger=0)
 
 
