@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from swiftkv.errors import CheckpointError
 from swiftkv.models import quantization
+from swiftkv.models.hf_config import TEXT_MODEL
 from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -19,6 +20,33 @@ _OTHER_FORMS = ("*.safetensors", "*.bin", "*.gguf", "*.pth", "*.pt")
 _SHOWN_FILES = 3
 _LENGTH_BYTES = 8  # the length of the header, which comes before it
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
+
+
+_LAYOUTS = {
+    # A model that was saved without its head, as embedding models are.
+    "embed_tokens.weight": {"model.": ""},
+    # A model that also sees images, saved by transformers from 4.52 on in the layout of its modules, as merges often
+    # are; decoders ask for the names before it, to which transformers turns them back unless it is told otherwise.
+    "model.language_model.embed_tokens.weight": {
+        f"{TEXT_MODEL}model.": "model.language_model.",
+        f"{TEXT_MODEL}lm_head.": "lm_head.",
+    },
+}
+"""By the embedding's name in the checkpoint: beginnings of names that decoders ask for, and of those stored instead."""
+
+
+class NameLayout:
+    """The names under which a checkpoint stores the tensors that decoders ask for."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names` are those in the checkpoint."""
+        self._begins: dict[str, str] = next((_LAYOUTS[name] for name in names if name in _LAYOUTS), {})
+
+    def stored(self, name: str) -> str:
+        for begin, instead in self._begins.items():
+            if name.startswith(begin):
+                return instead + name.removeprefix(begin)
+        return name
 
 
 class _Index(msgspec.Struct):
@@ -59,12 +87,12 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
         header = _header(file)
         shapes |= {name: shape for name, (_, shape) in header.items()}
         in_fp8 |= {name for name, (dtype, _) in header.items() if dtype == quantization.SAFETENSORS_FP8}
-    is_bare = "embed_tokens.weight" in shapes
+    layout = NameLayout(shapes)
     for name, weight in weights.items():
         wanted, shape, num_shards = weight.stored_as or name, weight.shape, 1
         if weight.packed is not None and weight.packed.name in shapes:
             wanted, shape, num_shards = weight.packed.name, weight.packed.shape, weight.packed.num_shards
-        stored = wanted.removeprefix("model.") if is_bare else wanted
+        stored = layout.stored(wanted)
         if f"{stored}_blocks" in shapes:  # an MXFP4 tensor, whose shape differs
             continue
         if stored not in shapes:

@@ -23,7 +23,7 @@ from swiftkv.kernels.ops import AnyOps, PackedLinear
 from swiftkv.models import fp8, quantization
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
-from swiftkv.models.files import weight_files
+from swiftkv.models.files import NameLayout, weight_files
 from swiftkv.models.parallel import ALONE, Communicator, Ranks
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
@@ -51,8 +51,7 @@ class MappedWeights:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
-        # A model that was saved without its head, as embedding models are, has names without the prefix `model.`.
-        self._is_bare = "embed_tokens.weight" in self._file_of
+        self._layout = NameLayout(self._file_of)
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
@@ -64,15 +63,15 @@ class MappedWeights:
         return self._get(scale.name, scale.shape, _SCALE_DTYPES)
 
     def _shape_of(self, name: str) -> tuple[int, ...] | None:
-        stored = self._stored_name(name)
+        stored = self._layout.stored(name)
         file = self._file_of.get(stored)
         return None if file is None else tuple(self._files[file].get_slice(stored).get_shape())
 
     def _get(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        file = self._file_of.get(self._stored_name(name))
+        file = self._file_of.get(self._layout.stored(name))
         if file is None:
             raise CheckpointError(f"{self.directory}: tensor {name} is in no *.safetensors file")
-        tensor: Tensor = self._files[file].get_tensor(self._stored_name(name))
+        tensor: Tensor = self._files[file].get_tensor(self._layout.stored(name))
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json makes it {shape}"
@@ -82,10 +81,7 @@ class MappedWeights:
         return tensor
 
     def has(self, name: str) -> bool:
-        return self._stored_name(name) in self._file_of
-
-    def _stored_name(self, name: str) -> str:
-        return name.removeprefix("model.") if self._is_bare else name
+        return self._layout.stored(name) in self._file_of
 
     def get_bytes(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor as bytes, for number formats that torch does not know. Raises as `get` does."""
@@ -106,7 +102,7 @@ class MappedWeights:
 
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's; they are read from the file if used again."""
-        stored = self._stored_name(name)
+        stored = self._layout.stored(name)
         tensor: Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         begin = ceil_div(tensor.data_ptr(), mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin

@@ -125,7 +125,8 @@ def test_what_cannot_be_served_is_named(tmp_path: Path, values: dict[str, Any], 
     assert all(word in str(error.value) for word in words)
 
 
-def test_the_text_model_of_a_multimodal_checkpoint(ops: AnyOps, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_original_format", [True, False], ids=["as published", "as modules"])
+def test_the_text_model_of_a_multimodal_checkpoint(ops: AnyOps, tmp_path: Path, save_original_format: bool) -> None:
     text = Gemma3TextConfig(
         vocab_size=320,
         hidden_size=64,
@@ -146,7 +147,7 @@ def test_the_text_model_of_a_multimodal_checkpoint(ops: AnyOps, tmp_path: Path) 
         model = Gemma3ForConditionalGeneration(
             Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
         ).eval()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=save_original_format)
     prompt = torch.randint(320, (60,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(prompt[None]).logits[0]

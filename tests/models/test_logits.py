@@ -22,8 +22,10 @@ from swiftkv.errors import ConfigError
 from swiftkv.kernels.dispatch import cpu_ops
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.decoder import Decoder
+from swiftkv.models.files import check_tensors
 from swiftkv.models.loader import MappedWeights, load_decoder
-from swiftkv.models.registry import read_config
+from swiftkv.models.registry import DECODERS, read_config
+from swiftkv.models.weights import RankSlices
 from tests.support.checkpoints import SHAPE, load_oracle, make_checkpoint, rewrite_config, to_old_style
 from tests.support.paged import PagedRunner
 
@@ -261,7 +263,8 @@ def test_layers_may_share_one_layer_block(ops: AnyOps, checkpoint: Any) -> None:
     assert_same(runner.run(prompts, (1000,)), oracle_logits(model, prompts))
 
 
-def test_the_text_model_of_mistral_3(ops: AnyOps, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_original_format", [True, False], ids=["as published", "as modules"])
+def test_the_text_model_of_mistral_3(ops: AnyOps, tmp_path: Path, save_original_format: bool) -> None:
     """Mistral Small 3.1 and 3.2 see images, too; their head is not tied, and lies beside the text model."""
     text = {key: value for key, value in SHAPE.items() if "token_id" not in key} | {"model_type": "mistral"}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -272,7 +275,9 @@ def test_the_text_model_of_mistral_3(ops: AnyOps, tmp_path: Path) -> None:
                 text_config=text, vision_config=vision | {"model_type": "pixtral"}, tie_word_embeddings=False
             )
         ).eval()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=save_original_format)
+    config = read_config(tmp_path)
+    check_tensors(tmp_path, DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, 1)))
     prompt = torch.randint(11, 320, (60,), generator=torch.Generator().manual_seed(1))  # 10 stands for an image
     with torch.inference_mode():
         expected = model(prompt[None]).logits[0]
