@@ -225,7 +225,7 @@ class Node:
             await self._on_disk(self._fleet.keep_learnt())
         if self._tasks.failure.done():
             self._tasks.failure.result()
-        say("stopped")
+        _say_when("stopped")
 
     async def _close_ports(self) -> None:
         if self._ports is not None:
@@ -248,7 +248,9 @@ class Node:
 
     def _exit_if_held_up(self) -> None:
         if self._is_held_up:
-            say("the disk of node.state_dir hangs; results that were not written are computed again after a start")
+            _say_when(
+                "the disk of node.state_dir hangs; results that were not written are computed again after a start"
+            )
             exit_in(_DISK_S, 1)
 
     def _on_signal(self) -> None:
@@ -280,7 +282,7 @@ class Node:
 
     async def _come_up(self) -> None:
         members = list(self._fleet.members.values())
-        say(f"swiftkv {__version__}: starting {', '.join(member.plan.name for member in members)}")
+        _say_when(f"swiftkv {__version__}: starting {', '.join(member.plan.name for member in members)}")
         for memory, choice in self._fleet.transports.items():
             say(f"lending in the memory of {memory} uses {choice.kind}: {choice.reason}")
         for member in members:
@@ -313,7 +315,7 @@ class Node:
             for member in members:
                 if (loading := member.client.load_meter.view(member.client.state)) is not None:
                     words = loading_words(loading.loaded_bytes, loading.total_bytes, loading.left_s)
-                    say(f"{member.plan.name}: {words}")
+                    _say_when(f"{member.plan.name}: {words}")
 
     async def _start_engine(self, member: Member, started_s: float) -> None:
         plan = member.plan
@@ -323,7 +325,7 @@ class Node:
         pool = format_size(ready.pool_bytes)
         where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
         cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
-        say(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
+        _say_when(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
 
     async def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
         """Open the ports."""
@@ -377,7 +379,7 @@ class Node:
         """Refuse new requests with 503, and wait for the others until `shutdown_timeout` or a second signal."""
         timeout_s = self._config.node.shutdown_timeout
         if waiting := sum(member.client.num_in_flight for member in self._fleet.members.values()):
-            say(f"stopping: up to {timeout_s:g} s for {waiting} sequences in flight; a second signal ends them")
+            _say_when(f"stopping: up to {timeout_s:g} s for {waiting} sequences in flight; a second signal ends them")
         drained = asyncio.create_task(self._drain_clients(timeout_s))
         hurry = asyncio.create_task(self._hurry.wait())
         await asyncio.wait({drained, hurry}, return_when=asyncio.FIRST_COMPLETED)

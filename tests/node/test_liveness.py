@@ -217,8 +217,13 @@ def test_the_node_says_how_far_its_engines_are_while_they_load(
 ) -> None:
     settings = config(checkpoint, "only")
     with NodeProcess(settings, tmp_path, temporary, wait=False, program=("-c", IMPATIENT)) as node:
-        node.wait_line(r"^only: \S+ of \S+iB of weights loaded")
-        node.wait_line("^only: ready after")
+        # With the time, as lines of the log have it, so that both can be compared.
+        when = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+        node.wait_line(when + r"swiftkv \S+: starting only$")
+        node.wait_line(when + r"only: \S+ of \S+iB of weights loaded")
+        node.wait_line(when + "only: ready after")
+        node.process.terminate()
+        node.wait_line(when + "stopped$")
 
 
 DEFECT = """
