@@ -154,6 +154,9 @@ def save(model: Any, tokenizer: Any, directory: Path, **generation: Any) -> None
     if "rope_theta" in rope:
         older["rope_theta"] = rope["rope_theta"]
     _update_json(directory / "config.json", older)
+    mode = (directory / "config.json").stat().st_mode
+    for weights in directory.glob("*.safetensors"):
+        weights.chmod(mode)  # safetensors writes files that only their owner may read
     _update_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 

@@ -89,6 +89,12 @@ def test_seed_decides_the_weights(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
+def test_who_may_read_the_configuration_may_read_the_weights(made: tuple[Architecture, Path]) -> None:
+    """A service often runs as another user than the one who made its model."""
+    _, directory = made
+    assert len({file.stat().st_mode for file in directory.iterdir()}) == 1
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is not empty"):
