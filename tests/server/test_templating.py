@@ -109,7 +109,7 @@ def test_so_many_variables_are_too_many() -> None:
 
 
 def test_what_the_template_does_not_take_has_no_effect(gateway: Gateway) -> None:
-    """As in vLLM: clients set an effort and a verbosity once, for all of their models."""
+    """Clients set an effort and a verbosity once, for all of their models, as vLLM lets them."""
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 1}
     with gateway.http() as http:
         assert http.post("/v1/chat/completions", json={**body, "continue_final_message": True}).status_code == 200
