@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.one_call import one_call
 from swiftkv.server.one_system import one_system
 
 _SHOWN = "swiftkv shown"
@@ -35,7 +36,11 @@ class TemplateTraits:
         return messages if self._shows_late_system else one_system(messages)
 
     def in_shape(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return messages whose contents and ids have the form that the template takes."""
+        """Return messages whose calls, contents and ids have the form that the template takes."""
+        if self._shows_one_call:
+            messages = one_call(messages)
+        if self._takes_thought_or_text:
+            messages = [_with_text_in_thought(message) for message in messages]
         if self._wants_short_ids:
             messages = [_with_short_ids(message) for message in messages]
         return _in_parts(messages) if self._takes_parts else messages
@@ -55,6 +60,19 @@ class TemplateTraits:
         """Whether the template refuses ids of calls that are not as long as those of Mistral's models."""
         return not self._shows(_calling("call_of_another_model")) and self._shows(_calling("a" * _SHORT_ID_CHARS))
 
+    @cached_property
+    def _shows_one_call(self) -> bool:
+        """Whether the template refuses or leaves out all calls of a message but the first."""
+        probe = _calling_twice()
+        return not self._shows(probe) and self._shows(one_call(probe))
+
+    @cached_property
+    def _takes_thought_or_text(self) -> bool:
+        """Whether the template refuses a call after reasoning and text, as that of gpt-oss does."""
+        probe = _calling("a" * _SHORT_ID_CHARS)
+        probe[1] = {**probe[1], "content": "a", "reasoning_content": "b", "thinking": "b"}
+        return not self._shows(probe) and self._shows([_with_text_in_thought(message) for message in probe])
+
     def _shows(self, probe: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the template takes a conversation and shows `_SHOWN`, which is in it."""
         try:
@@ -70,12 +88,34 @@ def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _calling(call_id: str) -> list[Mapping[str, Any]]:
     """Return a conversation with a call of this id."""
-    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": {}}}
     return [
         {"role": "user", "content": _SHOWN},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [_call(call_id)]},
         {"role": "tool", "content": "a", "tool_call_id": call_id},
     ]
+
+
+def _calling_twice() -> list[Mapping[str, Any]]:
+    """Return a conversation with two calls in one message; `_SHOWN` is in the second."""
+    one, two = (character * _SHORT_ID_CHARS for character in "ab")
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [_call(one), _call(two, a=_SHOWN)]},
+        {"role": "tool", "content": "a", "tool_call_id": one},
+        {"role": "tool", "content": "a", "tool_call_id": two},
+    ]
+
+
+def _call(call_id: str, **arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def _with_text_in_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message that has no text between its reasoning and its calls: the text ends the reasoning."""
+    if not (message.get("tool_calls") and message["content"] and "thinking" in message):
+        return message
+    thought = f"{message['thinking']}\n\n{message['content']}"
+    return {**message, "content": "", "reasoning_content": thought, "thinking": thought}
 
 
 def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:

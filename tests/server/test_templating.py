@@ -225,3 +225,65 @@ def test_calls_of_other_models_have_ids_that_a_template_takes(tmp_path: Path) ->
     assert shown("abcdefghi") == ["abcdefghi]3", "abcdefghi]"]
     (called, told), (other, _) = shown("call_1_weather"), shown("call_2_weather")
     assert called == f"{told}3" != other
+
+
+LLAMA_CALLS = (
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{{ '{' + m.tool_calls[0].function.name + (m.tool_calls[0].function.arguments | tojson) + '}' }}"
+    "{% elif m.role == 'tool' %}[{{ m.content }}]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+GPT_OSS_CALLS = (
+    "{% set last = namespace(name='') %}{% for m in messages %}{% if m.tool_calls %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('one or the other') }}{% endif %}"
+    "{{ m.thinking or m.content }}{% set last.name = m.tool_calls[0].function.name %}"
+    "{{ '{' + last.name + (m.tool_calls[0].function.arguments | tojson) + '}' }}"
+    "{% elif m.role == 'tool' %}[{{ last.name }}:{{ m.content }}]{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def calls_and_results(*names: str) -> list[dict[str, Any]]:
+    """Return a message that calls these functions, and their results in the opposite order."""
+    calls = [{**CALL, "id": name, "function": {"name": name, "arguments": "{}"}} for name in names]
+    results = [{"role": "tool", "content": f"of {name}", "tool_call_id": name} for name in reversed(names)]
+    return [{"role": "assistant", "content": None, "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (LLAMA_CALLS, "Count.{a{}}[of a]{b{}}[of b]{c{}}[of c][of none]So."),
+        (GPT_OSS_CALLS, "Count.{a{}}[a:of a]{b{}}[b:of b]{c{}}[c:of c][c:of none]So."),
+    ],
+    ids=["llama", "gpt-oss"],
+)
+def test_a_template_that_shows_one_call_is_shown_them_one_after_the_other(
+    tmp_path: Path, template: str, expected: str
+) -> None:
+    """Llama 3's refuses several calls in one message, and gpt-oss' leaves them out."""
+    train_tokenizer(tmp_path, template=template)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    stray = {"role": "tool", "content": "of none", "tool_call_id": "none"}
+    turns = [MESSAGES[0], *calls_and_results("a", "b", "c"), stray, {"role": "assistant", "content": "So."}]
+    assert prompt(tokenizer, messages=turns) == expected
+
+
+def test_a_template_that_shows_several_calls_gets_them_in_one_message(tmp_path: Path) -> None:
+    train_tokenizer(tmp_path, template="{% for m in messages %}{{ m.tool_calls | default([]) | tojson }}|{% endfor %}")
+    turns = [MESSAGES[0], *calls_and_results("a", "b")]
+    assert prompt(Tokenizer.from_pretrained(tmp_path), messages=turns).count("|") == 4
+
+
+def test_text_before_a_call_ends_the_reasoning_where_a_template_takes_only_one_of_them(tmp_path: Path) -> None:
+    """gpt-oss' refuses both, and gpt-oss writes both: reasoning, a preamble, a call."""
+    train_tokenizer(tmp_path, template=GPT_OSS_CALLS)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+
+    def shown(**words: Any) -> str:
+        calling, *results = calls_and_results("a", "b")
+        return prompt(tokenizer, messages=[MESSAGES[0], calling | words, *results])
+
+    rest = "{a{}}[a:of a]{b{}}[b:of b]"
+    assert shown(content="I look.", reasoning_content="Hm.") == f"Count.Hm.\n\nI look.{rest}"
+    assert shown(content="I look.") == f"Count.I look.{rest}"
+    assert shown(reasoning_content="Hm.") == f"Count.Hm.{rest}"
