@@ -21,8 +21,15 @@ from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, Said
 CHANNEL = "<|channel|>"
 _MARKS = ("<|start|>", CHANNEL, "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _FINAL = "final"
+_CHANNELS = ("analysis", "commentary", _FINAL)
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _FUNCTIONS = "functions."
+_NO_FUNCTIONS = ("assistant", "functions", "python", "browser", "container")  # the last three are gpt-oss' own tools
+_WITHOUT_MESSAGE = re.compile(
+    rf"{re.escape(CHANNEL)}\s+(?:{'|'.join(_CHANNELS)})(?:\s+to=\S++)?+"
+    r"(?:\s+<\|constrain\|>\s*+\w*+|\s+(?:json|code)\b)?+(?=\s|\{)"
+)
+"""The header of a message whose text the model began without `<|message|>`."""
 _LONGEST_HEADER = 512  # characters: a longer text without marks is no header
 
 
@@ -101,13 +108,16 @@ class HarmonySections(Sections):
             case "<|channel|>" | "<|constrain|>":
                 self._header = f"{self._header or ''} {mark} "
             case _:
+                events += self._end_header()
                 self._header = ""
         return events
 
     def finish(self, text: str) -> list[SectionEvent]:
         header = self._header
-        if header is None or self._has_marks:
+        if header is None:
             return self._add(text)
+        if self._has_marks:
+            return self._add(text) + self._end_header()
         return [Said(header + text)] if header + text else []
 
     def _add(self, text: str) -> list[SectionEvent]:
@@ -129,11 +139,35 @@ class HarmonySections(Sections):
     def _begin(self) -> list[SectionEvent]:
         """Determine from its header which part of the answer a message is."""
         header, self._header = self._header or "", None
-        channel = (header.partition(CHANNEL)[2].split() or [_FINAL])[0]
+        _, is_marked, behind = header.partition(CHANNEL)
+        names = behind.split()[:1] if is_marked else [word for word in header.split() if word in _CHANNELS]
+        channel = names[0] if names else _FINAL
         recipient = _RECIPIENT.search(header)
-        if recipient is not None and recipient[1].startswith(_FUNCTIONS):
+        function = None if recipient is None else _function(recipient[1])
+        if function is not None:
             self._part = "call"
-            return [CallBegun(recipient[1].removeprefix(_FUNCTIONS))]
+            return [CallBegun(function)]
         is_answer = channel == _FINAL or (channel == "commentary" and recipient is None)
         self._part = "answer" if is_answer else "reasoning"
         return []
+
+    def _end_header(self) -> list[SectionEvent]:
+        """Return the message that stands in a header, for want of the mark before its text.
+
+        A comment to nobody is left out: it may be a header that went wrong.
+        """
+        header = self._header or ""
+        found = _WITHOUT_MESSAGE.search(header)
+        if found is None or not header[found.end() :].strip():
+            return []
+        self._header = header[: found.end()]
+        if "commentary" in self._header and "to=" not in self._header:
+            return []
+        return self._begin() + self._add(header[found.end() :].lstrip())
+
+
+def _function(recipient: str) -> str | None:
+    """Return the function that a message is for, `None` if for none. In long contexts gpt-oss drops the `functions.`"""
+    if recipient.startswith(_FUNCTIONS):
+        return recipient.removeprefix(_FUNCTIONS) or None
+    return None if recipient.partition(".")[0] in _NO_FUNCTIONS else recipient

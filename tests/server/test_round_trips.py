@@ -240,9 +240,44 @@ def test_harmony_has_more_than_templates_write(tokenizers: dict[str, Tokenizer])
     assert parsed("no header at all") == ("", "no header at all", [])
     assert parsed("x" * 2000) == ("", "x" * 2000, [])
     assert parsed("<|channel|>fin") == ("", "", [])
+    assert parsed("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant") == ("Hm.", "", [])
     thought = "Hm, größer."
     ids = tokenizer.encode(f"<|channel|>analysis<|message|>{thought}<|end|>", add_special_tokens=False)
     assert parse(tokenizer, prompt, [ids]).num_reasoning_tokens == len(thought.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<|channel|>commentary to=now<|message|>{"x": 1}<|call|>', ("", "", [("now", {"x": 1})])),
+        (' to=now<|channel|>commentary json<|message|>{"x": 1}', ("", "", [("now", {"x": 1})])),
+        ('<|channel|>analysis to=functions.now code<|message|>{"x": 1}<|call|>', ("", "", [("now", {"x": 1})])),
+        ('<|channel|>comment to=functions.now<|message|>{"x": 1}', ("", "", [("now", {"x": 1})])),
+        ('<|channel|>commentary to=functions.now <|constrain|>json{"x": 1}<|call|>', ("", "", [("now", {"x": 1})])),
+        ('<|channel|>commentary to=functions.now json {"x": 1}', ("", "", [("now", {"x": 1})])),
+        ("<|channel|>commentary to=functions.now <|constrain|>json", ("", "", [])),
+        ("<|channel|>analysis Hm. So.<|end|><|start|>assistant<|channel|>final<|message|>4", ("Hm. So.", "4", [])),
+        ("<|channel|>final It is 4.", ("", "It is 4.", [])),
+        ("<|channel|>commentary 2?<|end|><|start|>assistant<|channel|>final<|message|>4", ("", "4", [])),
+        ("<|channel|>commentary?<|end|><|start|>assistant<|channel|>final<|message|>4", ("", "4", [])),
+        ("<|channel|>final <|constrain|>response<|message|>4", ("", "4", [])),
+        ("<|channel|>analysis<|message|>a<|end|>analysis<|message|>b<|end|>final<|message|>4", ("ab", "4", [])),
+        ("<|channel|>analysis<|message|>a<|end|>commentary to=now <|message|>{}", ("a", "", [("now", {})])),
+        ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", ("{}", "", [])),
+        ("<|channel|>commentary to=container.exec code<|message|>ls<|call|>", ("ls", "", [])),
+        ("<|channel|>commentary to=functions.<|message|>{}", ("{}", "", [])),
+    ],
+)
+def test_slips_of_gpt_oss_are_read_as_they_are_meant(
+    tokenizers: dict[str, Tokenizer], text: str, expected: tuple[str, str, Any]
+) -> None:
+    """Those that users of other servers report: headers without prefix, channel or `<|message|>`, and with more."""
+    tokenizer = tokenizers["gpt_oss"]
+    prompt = tokenizer.encode("<|start|>assistant", add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for pieces in ([ids], [[token_id] for token_id in ids]):
+        total = parse(tokenizer, prompt, pieces)
+        assert (total.reasoning, total.text, calls_of(total.calls)) == expected
 
 
 def test_a_grammar_of_gpt_oss_begins_in_the_final_channel(tokenizers: dict[str, Tokenizer]) -> None:
