@@ -58,20 +58,18 @@ class GrammarSource(msgspec.Struct, array_like=True, frozen=True):
         calls: Lark rules of which `calls` may stand in place of all that.
         tags: The texts that `calls`, or a `lark` grammar, names `tag_0`, `tag_1` and so on, each with the model's token
             that is this text, which is then the only way to spell it, or `None`.
-        calls_token: The token that these begin with, where it has no text.
     """
 
     kind: GrammarKind
     text: str
     whitespace: str | None = None
     calls: str | None = None
-    calls_token: int | None = None
     tags: tuple[tuple[str, int | None], ...] = ()
 
     def with_token(self, token_id: int) -> GrammarSource:
         """Return the grammar with `token_id` in place of every token of the model."""
         tags = tuple((text, None if token is None else token_id) for text, token in self.tags)
-        return msgspec.structs.replace(self, calls_token=None if self.calls_token is None else token_id, tags=tags)
+        return msgspec.structs.replace(self, tags=tags)
 
 
 class Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -90,8 +88,7 @@ def library_form(source: GrammarSource) -> str:
     grammar = _grammar(source)
     if source.calls is None:
         return json.dumps({"grammars": [grammar]})
-    opening = "" if source.calls_token is None else f"<[{source.calls_token}]> "
-    either = {"lark_grammar": f"start: {opening}calls | @answer\n{source.calls}\n{_tag_rules(source)}"}
+    either = {"lark_grammar": f"start: calls | @answer\n{source.calls}\n{_tag_rules(source)}"}
     return json.dumps({"grammars": [either, {**grammar, "name": "answer"}]})
 
 

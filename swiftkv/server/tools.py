@@ -139,9 +139,7 @@ class ToolUse:
         """
         if not self.parser.holds_calls:
             return [asked]  # calls come before the answer, and `asked` does not constrain them
-        opening = self.parser.call_opening
-        token = tokenizer.token_id(opening) if opening is not None and self.parser.opens_with_token else None
-        if opening is None or (token is None and self.parser.opens_with_token):
+        if self.parser.call_opening is None:
             name = next(name for name, parser in TOOL_PARSERS.items() if parser is self.parser)
             message = (
                 f"field 'tool_choice': auto cannot be used with field '{asked.field}': a grammar cannot tell this "
@@ -149,7 +147,7 @@ class ToolUse:
             )
             raise ApiError(400, message, param="tool_choice", code="unsupported_field")
         rules, tags = self._rules(), self._tags(tokenizer)
-        either = msgspec.structs.replace(asked.source, calls=rules, calls_token=token, tags=tags)
+        either = msgspec.structs.replace(asked.source, calls=rules, tags=tags)
         return [_only_calls(rules, tags), AskedGrammar(asked.field, either)]  # so a mistake in the tools names them
 
     def _tags(self, tokenizer: Tokenizer) -> tuple[tuple[str, int | None], ...]:

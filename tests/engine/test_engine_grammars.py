@@ -117,23 +117,23 @@ def test_every_schema_holds_what_is_drawn(
     assert num_ended > 0.9 * len(ids)
 
 
-@pytest.mark.parametrize("calls_token", [None, 7])
+@pytest.mark.parametrize("token", [None, 7])
 def test_an_answer_is_calls_or_what_else_the_grammar_has(
-    engine: EngineProcess, read: Callable[[Answer], str], calls_token: int | None
+    engine: EngineProcess, read: Callable[[Answer], str], token: int | None
 ) -> None:
-    rules = 'calls: "<" "[1]"'
-    source = GrammarSource("json", json.dumps(SCHEMAS["person"]), "", calls=rules, calls_token=calls_token)
+    rules = 'calls: tag_0 "[1]"'
+    source = GrammarSource("json", json.dumps(SCHEMAS["person"]), "", calls=rules, tags=(("<", token),))
     asked: dict[str, Any] = {"max_tokens": 300, "ignore_eos": False, "grammar": library_form(source)}
     free = engine.wait([engine.add(PROMPT, **asked, **drawn) for drawn in draws(16)])
     calls, others = (
-        {answer.token_ids[0]: read(answer) for answer in free if read(answer).endswith("<[1]") == is_call}
+        {answer.token_ids[0]: read(answer) for answer in free if read(answer).endswith("[1]") == is_call}
         for is_call in (True, False)
     )
     assert calls, "no draw is a call"
     assert others, "every draw is a call"
     assert all(jsonschema_rs.is_valid(SCHEMAS["person"], json.loads(text)) for text in others.values())
     assert not calls.keys() & others.keys()
-    assert calls_token is None or calls.keys() == {calls_token}
+    assert token is None or calls.keys() == {token}
 
 
 def test_neighbours_of_a_grammar_get_the_tokens_that_they_get_alone(engine: EngineProcess) -> None:

@@ -113,6 +113,14 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
             f"Well. [TOOL_CALLS]a[CALL_ID]abcdefghi[ARGS]{EMPTY}[TOOL_CALLS]b{WEATHER}",
             ("Well. ", [("a", EMPTY), ("b", WEATHER)]),
         ),
+        ("[TOOL_CALLS] none of these { can } help", ("[TOOL_CALLS] none of these { can } help", [])),
+        ("[TOOL_CALLS][not JSON]", ("[TOOL_CALLS][not JSON]", [])),
+        ('[TOOL_CALLS][{"arguments": {}}]', ('[TOOL_CALLS][{"arguments": {}}]', [])),
+        ('[TOOL_CALLS] [{"na', ('[TOOL_CALLS] [{"na', [])),
+        ("[TOOL_CALLS]get_wea", ("[TOOL_CALLS]get_wea", [])),
+        ("[TOOL_CALLS]a[CALL_ID]abcd", ("[TOOL_CALLS]a[CALL_ID]abcd", [])),
+        ('[TOOL_CALLS]a[ARGS]{"x": 1', ("", [("a", '{"x": 1')])),
+        (f'[TOOL_CALLS][{{"name": "a", "arguments": {EMPTY}}}] Done: 1.', ("Done: 1.", [("a", EMPTY)])),
     ],
 }
 FLAT = [(name, text, outcome) for name, cases in CASES.items() for text, outcome in cases]
@@ -169,8 +177,8 @@ def test_a_text_is_the_same_calls_wherever_it_is_cut(name: str, text: str, outco
 pieces_of_calls = st.lists(
     st.sampled_from(
         ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"x": "}"}', "}", "\n", " ", "text", "<",
-         '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "f", "<|python_tag|>", "null", "1", "<function=f>",
-         "<function=", "</function>", "<parameter=n>", "<parameter=", "</parameter>", ">"]
+         '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "f", "<|python_tag|>", "null", "1",
+         "<function=f>", "<function=", "</function>", "<parameter=n>", "<parameter=", "</parameter>", ">"]
     ),
     max_size=12,
 )  # fmt: skip
@@ -211,7 +219,7 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
         ),
         "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
         "llama3_json": "; ".join(written),
-        "mistral": f"[{', '.join(written)}]",
+        "mistral": f"[TOOL_CALLS][{', '.join(written)}]",
     }[name]
     matcher = matcher_of(name, several=True)
     assert matcher.consume_tokens(list(text.encode())), matcher.get_error()
@@ -238,11 +246,6 @@ CALL = {
 TWO_CALLS = {name: f"{call}\n{call}" for name, call in CALL.items()} | {
     "mistral": CALL["mistral"].removesuffix("]") + ", " + CALL["mistral"].removeprefix("[TOOL_CALLS][")
 }
-TAG_ID = 7  # stands for the token [TOOL_CALLS], which has no text
-
-
-def ids_of(text: str) -> list[int]:
-    return list(text.replace("[TOOL_CALLS]", chr(TAG_ID)).encode())
 
 
 @pytest.mark.parametrize("kind", ANSWER)
@@ -250,14 +253,13 @@ def ids_of(text: str) -> list[int]:
 def test_a_grammar_allows_calls_or_what_is_asked_for(name: str, kind: Any) -> None:
     source, answer = ANSWER[kind]
     parser = TOOL_PARSERS[name]
-    calls, token = parser.call_grammar(FUNCTIONS, several=True), TAG_ID if parser.opens_with_token else None
-    both = GrammarSource(kind, source, calls=calls, calls_token=token, tags=tags_of(parser))
+    both = GrammarSource(kind, source, calls=parser.call_grammar(FUNCTIONS, several=True), tags=tags_of(parser))
     fresh = new_matcher(LLTokenizer("byte"), library_form(both))
     held = [answer, CALL[name], TWO_CALLS[name]]
     broken = [f"{answer}{CALL[name]}", CALL[name].replace("12", '"x"'), f"{CALL[name]}{answer}", "Well", "<tool_cat"]
     for text in held + broken:
         matcher = fresh.deep_copy()
-        is_text = matcher.consume_tokens(ids_of(text)) and matcher.is_accepting()
+        is_text = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
         assert is_text == (text in held), (text, matcher.get_error())
 
 
@@ -277,6 +279,26 @@ def test_where_a_grammar_holds_an_answer_its_beginning_tells_calls_from_text(nam
             events = [event for piece in pieces for event in parser.push(piece)]
             said, calls = outcome_of([*events, *parser.finish()])
             assert (said, [(f, json.dumps(json.loads(arguments))) for f, arguments in calls]) == outcome
+
+
+NAMED = '[TOOL_CALLS]get_weather{id}[ARGS]{{"city": "Ulm"}}[TOOL_CALLS]add{id}[ARGS]{{"a": 12}}'
+
+
+def test_calls_of_mistral_are_held_to_the_form_that_the_template_shows() -> None:
+    texts = [TWO_CALLS["mistral"], NAMED.format(id=""), NAMED.format(id="[CALL_ID]Abcdefg12")]
+    templates = ["[TOOL_CALLS]", "[TOOL_CALLS][ARGS]", "[TOOL_CALLS][CALL_ID][ARGS]"]
+    for shown, template in enumerate(templates):
+        for name in (None, "mistral"):
+            parser = choose_parser(name, f"tools {template}")
+            assert parser is not None
+            rules = f"start: calls\n{parser.call_grammar(FUNCTIONS, several=True)}"
+            fresh = new_matcher(LLTokenizer("byte"), library_form(GrammarSource("lark", rules, tags=tags_of(parser))))
+            for number, text in enumerate(texts):
+                matcher = fresh.deep_copy()
+                is_held = matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+                assert is_held == (number == shown), (template, text, matcher.get_error())
+    outcomes = [parse("mistral", list(text), must_call=True) for text in texts[1:]]
+    assert outcomes == [("", [("get_weather", '{"city": "Ulm"}'), ("add", '{"a": 12}')])] * 2
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,6 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 
 def choose_parser(name: str | None, chat_template: str) -> type[ToolParser] | None:
     """Return the parser of that name; without a name, the parser that the chat template implies, if any."""
-    if name is not None:
-        return TOOL_PARSERS[name]
-    if "tools" not in chat_template:
-        return None
-    return next((parser for parser in TOOL_PARSERS.values() if parser.template_mark in chat_template), None)
+    if name is None and "tools" in chat_template:
+        name = next((name for name, parser in TOOL_PARSERS.items() if parser.template_mark in chat_template), None)
+    return None if name is None else TOOL_PARSERS[name].for_template(chat_template)

@@ -56,11 +56,14 @@ class ToolParser(ABC):
     """Whether a grammar can force an answer to be calls."""
     call_opening: ClassVar[str | None] = None
     """The text that calls begin with and JSON never does; `None` if a call may look like another answer."""
-    opens_with_token: ClassVar[bool] = False
-    """Whether that text is a special token, which the rules of `call_grammar` leave out."""
 
     call_tags: ClassVar[Sequence[str]] = ()
     """Texts that are one token of most such models; `call_grammar` names them `tag_0`, `tag_1` and so on."""
+
+    @classmethod
+    def for_template(cls, chat_template: str) -> type[ToolParser]:
+        """Return the parser of the form that a chat template shows, where models of one family have several."""
+        return cls
 
     @abstractmethod
     def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
