@@ -82,12 +82,35 @@ FAMILIES = {
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>",
         thinks=False, several=False, says_and_calls=False,
     ),
+    "pythonic": Family(
+        "{# if tools: [func_name1(params_name1=params_value1...), func_name2(params)] #}"
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+        "{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}{{ c.function.name }}("
+        "{% for key, value in c.function.arguments | items %}{{ ', ' if not loop.first }}{{ key }}="
+        "{{ value | tojson }}{% endfor %}){% endfor %}]{% endif %}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>",
+        thinks=False, says_and_calls=False,
+    ),
     "mistral": Family(
         "{# tools #}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
         "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}"
         "{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
         + JSON_CALL.replace("KEY", "arguments") + "{% endfor %}]{% endif %}</s>{% endif %}{% endfor %}",
         ["[INST]", "[/INST]", "[TOOL_CALLS]", "[THINK]", "[/THINK]", "</s>"], [], "</s>",
+    ),
+    "mistral of the eleventh tokenizer": Family(
+        "{# tools #}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}"
+        "[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% endif %}{% endfor %}",
+        ["[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "</s>"], [], "</s>", thinks=False,
+    ),
+    "mistral of the thirteenth tokenizer": Family(
+        "{# tools #}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
+        "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+        "{% endfor %}</s>{% endif %}{% endfor %}",
+        ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "</s>"], [], "</s>",
     ),
     "gpt_oss": Family(
         "{# tools #}{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}"

@@ -59,6 +59,51 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         ("  {not JSON} at all", ("  {not JSON} at all", [])),
         ("<|pyth", ("<|pyth", [])),
     ],
+    "pythonic": [
+        ("Just [text], with (a=1)", ("Just [text], with (a=1)", [])),
+        ('[get_weather(city="Köln")]', ("", [("get_weather", '{"city": "Köln"}')])),
+        (
+            "<|python_start|>[ a(x=1, y = -2.5, s='it\\'s ) ] , \\u00f6 \\d', t=True, f=false, n=None),\n b( ) ]"
+            "<|python_end|> \n",
+            (
+                "",
+                [
+                    ("a", '{"x": 1, "y": -2.5, "s": "it\'s ) ] , ö \\\\d", "t": true, "f": false, "n": null}'),
+                    ("b", "{}"),
+                ],
+            ),
+        ),
+        (
+            '[a(d={\'k\': [1, (2, \'x\')], 3: None}, j={"a": true}, long="""two\n"lines" """, e=\'\', r=r\'\\d\')]',
+            (
+                "",
+                [
+                    (
+                        "a",
+                        '{"d": {"k": [1, [2, "x"]], "3": null}, "j": {"a": true}, "long": "two\\n\\"lines\\" ", '
+                        '"e": "", "r": "\\\\d"}',
+                    )
+                ],
+            ),
+        ),
+        (
+            "[a(city=Bad Urach, f=g(1, 2), big=1e999)]",
+            ("", [("a", '{"city": "Bad Urach", "f": "g(1, 2)", "big": "1e999"}')]),
+        ),
+        ("[a(x=1, 'left out', y=2)]", ("", [("a", '{"x": 1, "y": 2}')])),
+        ("[a()] and more", ("and more", [("a", "{}")])),
+        ("[a(x=1), oops]", (" oops]", [("a", '{"x": 1}')])),
+        ("[a(x=1),]", ("", [("a", '{"x": 1}')])),
+        ("[a(x=1", ("", [("a", "{")])),
+        ("[a(x=1, y=2), b", (" b", [("a", '{"x": 1, "y": 2}')])),
+        ("[a(x) for x in y]", ("[a(x) for x in y]", [])),
+        ("[a() for x in y]", ("[a() for x in y]", [])),
+        ("[a(x == 1)]", ("[a(x == 1)]", [])),
+        ("[1, 2]", ("[1, 2]", [])),
+        ('["a(x=1)"]', ('["a(x=1)"]', [])),
+        ("[]", ("[]", [])),
+        ("<|python_tag|> [get_wea", ("<|python_tag|> [get_wea", [])),
+    ],
     "qwen3_coder": [
         ("Just text, with < and <tool.", ("Just text, with < and <tool.", [])),
         (
@@ -178,7 +223,8 @@ pieces_of_calls = st.lists(
     st.sampled_from(
         ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"x": "}"}', "}", "\n", " ", "text", "<",
          '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "f", "<|python_tag|>", "null", "1",
-         "<function=f>", "<function=", "</function>", "<parameter=n>", "<parameter=", "</parameter>", ">"]
+         "<function=f>", "<function=", "</function>", "<parameter=n>", "<parameter=", "</parameter>", ">",
+         "(", ")", "x=", "'", "[f(x="]
     ),
     max_size=12,
 )  # fmt: skip
@@ -219,6 +265,7 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
         ),
         "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
         "llama3_json": "; ".join(written),
+        "pythonic": '[get_weather(city="Ulm"), add(a=12)]',
         "mistral": f"[TOOL_CALLS][{', '.join(written)}]",
     }[name]
     matcher = matcher_of(name, several=True)
@@ -326,6 +373,29 @@ def test_arguments_as_plain_text_are_held_to_their_types(arguments: str, holds: 
         assert {"yes", "color"} <= json.loads(parsed).keys()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "holds"),
+    [
+        ('yes=True, color="grün"', True),
+        ('n=None, x=-1.5, yes=False, items=[1, {"a": true}], maybe=None, name="a, b)", color="rot"', True),
+        ('n=null, yes=True, maybe="x", color="rot"', True),
+        ('color="rot"', False),
+        ('yes=True, color="blau"', False),
+        ('yes=1, color="rot"', False),
+        ('yes=True,color="rot"', False),
+        ('yes=True, color="rot", ', False),
+    ],
+)
+def test_arguments_as_python_are_held_to_their_types(arguments: str, holds: bool) -> None:
+    text = f"[typed({arguments})]"
+    matcher = matcher_of("pythonic", several=False)
+    assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
+    if holds:
+        _, [(name, parsed)] = parse("pythonic", list(text), must_call=True)
+        assert name == "typed"
+        assert json.loads(parsed)["yes"] in (True, False)
+
+
 def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
     assert set(TOOL_PARSERS) == {*get_args(get_args(ModelConfig.model_fields["tool_parser"].annotation)[0])}
     assert choose_parser("mistral", "") is TOOL_PARSERS["mistral"]
@@ -334,6 +404,8 @@ def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
     assert choose_parser(None, coder) is TOOL_PARSERS["qwen3_coder"]
     assert choose_parser(None, "{% if tools %}<function=f>{}</function>{% endif %}") is None  # functionary's
     assert choose_parser(None, "{% if tools %}[TOOL_CALLS]{% endif %}") is TOOL_PARSERS["mistral"]
+    pythonic = "{% if tools %}[func_name1(params_name1=params_value1, params_name2=params_value2...)]{% endif %}"
+    assert choose_parser(None, pythonic) is TOOL_PARSERS["pythonic"]
     assert choose_parser(None, "{% if tools %}call{% endif %}") is None
     assert choose_parser(None, "<tool_call>") is None
 

@@ -21,12 +21,14 @@ class Argument:
     Attributes:
         kind: The first type of its schema that is not null; `string` if there is none, as in vLLM.
         schema: The part of its schema that is of this kind, with the definitions that it may refer to.
+        whole: All of its schema, with these definitions.
     """
 
     kind: str
     is_nullable: bool
     is_required: bool
     schema: Mapping[str, Any]
+    whole: Mapping[str, Any]
 
     @property
     def choices(self) -> list[str]:
@@ -48,7 +50,8 @@ def arguments_of(parameters: Mapping[str, Any]) -> dict[str, Argument]:
         kind, found = next(((kind, found) for kind, found in kinds if kind != "null"), ("string", {}))
         is_nullable = any(kind == "null" for kind, _ in kinds)
         is_required = isinstance(required, list) and name in required
-        arguments[name] = Argument(kind, is_nullable, is_required, {**definitions, **found})
+        whole = schema if isinstance(schema, dict) else {}
+        arguments[name] = Argument(kind, is_nullable, is_required, {**definitions, **found}, {**definitions, **whole})
     return arguments
 
 
