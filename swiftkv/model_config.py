@@ -109,8 +109,8 @@ class ModelConfig(Section):
     enforce_eager: bool = Field(False, description="true or false")
     async_scheduling: bool | None = Field(None, description="true or false")
     split_special_tokens: bool = Field(False, description="true or false")
-    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "gpt_oss"] | None = Field(
-        None, description="hermes, llama3_json, pythonic, mistral, qwen3_coder, gpt_oss or null"
+    tool_parser: Literal["hermes", "llama3_json", "pythonic", "xlam", "mistral", "qwen3_coder", "gpt_oss"] | None = (
+        Field(None, description="hermes, llama3_json, pythonic, xlam, mistral, qwen3_coder, gpt_oss or null")
     )
     reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"] | None = Field(
         None, description="qwen3, deepseek_r1, mistral, gpt_oss, none or null"

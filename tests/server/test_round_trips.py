@@ -82,6 +82,15 @@ FAMILIES = {
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>",
         thinks=False, several=False, says_and_calls=False,
     ),
+    "xlam": Family(
+        "{# if tools: make calls in a single JSON array #}"
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+        "{% if m.tool_calls %}[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+        + JSON_CALL.replace("KEY", "arguments") + "{% endfor %}]{% endif %}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], [], "<|eot_id|>",
+        thinks=False, says_and_calls=False,
+    ),
     "pythonic": Family(
         "{# if tools: [func_name1(params_name1=params_value1...), func_name2(params)] #}"
         "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"

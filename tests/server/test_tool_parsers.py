@@ -59,6 +59,20 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         ("  {not JSON} at all", ("  {not JSON} at all", [])),
         ("<|pyth", ("<|pyth", [])),
     ],
+    "xlam": [
+        ("Just [text] {}", ("Just [text] {}", [])),
+        (f'[{{"name": "a", "arguments": {WEATHER}}}]', ("", [("a", WEATHER)])),
+        (
+            f' [ {{"name": "a", "arguments": {EMPTY}}},\n{{"name": "b", "arguments": {WEATHER}}} ] \n',
+            ("", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+        (f'[{{"name": "a", "arguments": {EMPTY}}}] Done [1].', ("Done [1].", [("a", EMPTY)])),
+        ('[{"name": "a", "arguments": {"x": 1', ("", [("a", '{"x": 1')])),
+        ("[1, 2]", ("[1, 2]", [])),
+        ("[]", ("[]", [])),
+        ('[{"city": "Ulm"}, {"name": 1}]', ('[{"city": "Ulm"}, {"name": 1}]', [])),
+        (' [{"na', (' [{"na', [])),
+    ],
     "pythonic": [
         ("Just [text], with (a=1)", ("Just [text], with (a=1)", [])),
         ('[get_weather(city="Köln")]', ("", [("get_weather", '{"city": "Köln"}')])),
@@ -265,6 +279,7 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
         ),
         "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written),
         "llama3_json": "; ".join(written),
+        "xlam": f"[{', '.join(written)}]",
         "pythonic": '[get_weather(city="Ulm"), add(a=12)]',
         "mistral": f"[TOOL_CALLS][{', '.join(written)}]",
     }[name]
@@ -406,6 +421,8 @@ def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
     assert choose_parser(None, "{% if tools %}[TOOL_CALLS]{% endif %}") is TOOL_PARSERS["mistral"]
     pythonic = "{% if tools %}[func_name1(params_name1=params_value1, params_name2=params_value2...)]{% endif %}"
     assert choose_parser(None, pythonic) is TOOL_PARSERS["pythonic"]
+    xlam = "{% if tools %}When using tools, make calls in a single JSON array: {% endif %}"
+    assert choose_parser(None, xlam) is TOOL_PARSERS["xlam"]
     assert choose_parser(None, "{% if tools %}call{% endif %}") is None
     assert choose_parser(None, "<tool_call>") is None
 

@@ -111,7 +111,7 @@ def test_the_rules_of_calls_are_written_once_for_both_grammars(
     assert of_tools.source.text.endswith(written[0])
 
 
-@pytest.mark.parametrize("parser", ["llama3_json", "pythonic"])
+@pytest.mark.parametrize("parser", ["llama3_json", "pythonic", "xlam"])
 def test_calls_that_look_like_answers_do_not_go_with_a_format(tokenizer: Tokenizer, parser: str) -> None:
     with pytest.raises(ApiError, match=parser) as refused:
         either(parser, tokenizer)

@@ -9,12 +9,14 @@ from swiftkv.server.tool_parsers.llama3_json import Llama3JsonParser
 from swiftkv.server.tool_parsers.mistral import MistralParser
 from swiftkv.server.tool_parsers.pythonic import PythonicParser
 from swiftkv.server.tool_parsers.qwen3_coder import Qwen3CoderParser
+from swiftkv.server.tool_parsers.xlam import XlamParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "qwen3_coder": Qwen3CoderParser,  # before hermes, whose tag it has too
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "pythonic": PythonicParser,
+    "xlam": XlamParser,
     "mistral": MistralParser,
     "gpt_oss": GptOssParser,
 }
