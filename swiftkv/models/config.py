@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 from swiftkv.cache.geometry import KVGroup, KVKind
 from swiftkv.errors import ConfigError
 from swiftkv.kernels.experts import SILU, GatedActivation
+from swiftkv.models.quantization import QWeights
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
@@ -118,6 +119,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     has_head: bool = True  # an embedding model has none, and ends with its last norm
     prefix: str = ""  # of the tensors' names in checkpoints that hold other models, too
+    qweights: QWeights | None = None  # the format of packed weights called so; None: `config.json` names none
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: unchanged
 
     def extended(self, kind: type[_Config], **more: Any) -> _Config:

@@ -151,6 +151,7 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
         eos_token_ids=read_eos_token_ids(directory, raw),
         norm_offset=traits.norm_offset,
         activation=_ACTIVATIONS[raw.hidden_act],
+        qweights=quantization.qweights_of(raw.quantization_config),
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from swiftkv.errors import CheckpointError
-from swiftkv.models import quantization
 from swiftkv.models.hf_config import TEXT_MODEL
+from swiftkv.models.quantization import QWeights, Stored, find_quantized, possible_names
 from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -76,36 +76,34 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def check_tensors(directory: Path, weights: Mapping[str, Weight]) -> None:
+def check_tensors(directory: Path, weights: Mapping[str, Weight], qweights: QWeights | None = None) -> None:
     """Raise `CheckpointError` unless the files are whole, and have the declared tensors in their shapes.
 
-    Only headers are read, so that mistakes are known before a serving model makes room for this one.
+    `qweights` is that of `DecoderConfig`. Only headers are read, so that mistakes are known before a serving model
+    makes room for this one.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    in_fp8: set[str] = set()
+    tensors: dict[str, Stored] = {}
     for file in weight_files(directory):
-        header = _header(file)
-        shapes |= {name: shape for name, (_, shape) in header.items()}
-        in_fp8 |= {name for name, (dtype, _) in header.items() if dtype == quantization.SAFETENSORS_FP8}
-    layout = NameLayout(shapes)
+        tensors |= _header(file)
+    layout = NameLayout(tensors)
     for name, weight in weights.items():
         wanted, shape, num_shards = weight.stored_as or name, weight.shape, 1
-        if weight.packed is not None and weight.packed.name in shapes:
+        if weight.packed is not None and any(name in tensors for name in possible_names(weight.packed.name)):
             wanted, shape, num_shards = weight.packed.name, weight.packed.shape, weight.packed.num_shards
         stored = layout.stored(wanted)
-        if f"{stored}_blocks" in shapes:  # an MXFP4 tensor, whose shape differs
+        if f"{stored}_blocks" in tensors:  # an MXFP4 tensor, whose shape differs
             continue
-        if stored not in shapes:
+        if find_quantized(stored, shape, num_shards, tensors.get, qweights) is not None:
+            continue
+        if stored not in tensors:
             raise CheckpointError(f"{directory}: tensor {wanted} is in no *.safetensors file")
-        if shapes[stored] != shape:
+        if tensors[stored].shape != shape:
             raise CheckpointError(
-                f"{directory}: tensor {wanted} has shape {shapes[stored]}, but config.json makes it {shape}"
+                f"{directory}: tensor {wanted} has shape {tensors[stored].shape}, but config.json makes it {shape}"
             )
-        if stored in in_fp8:
-            quantization.find_scale(stored, shape, num_shards, shapes.get)
 
 
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _header(file: Path) -> dict[str, Stored]:
     """Return dtype and shape of each tensor of one file, by name.
 
     Raises `CheckpointError` if the file is cut short or is not safetensors.
@@ -117,7 +115,7 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             size = os.fstat(stream.fileno()).st_size
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        described = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
+        described = {name: Stored(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not safetensors: {error}") from None
     if size != _LENGTH_BYTES + num_bytes + end:

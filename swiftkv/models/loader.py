@@ -20,18 +20,18 @@ from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear
-from swiftkv.models import fp8, quantization
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.files import NameLayout, weight_files
 from swiftkv.models.parallel import ALONE, Communicator, Ranks
+from swiftkv.models.quantization import QWeights, Stored, find_quantized, possible_names
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
+from swiftkv.models.unpacking import QuantizedMatrix, quantized_matrix
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, ShardedRows, Weight
 from swiftkv.progress import PROGRESS
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e8m0fnu)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class MappedWeights:
@@ -57,27 +57,36 @@ class MappedWeights:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
         return self._get(name, shape, _DTYPES)
 
-    def scale_of(self, name: str, shape: tuple[int, ...], num_shards: int) -> Tensor:
-        """Return the factors of the FP8 weight `name`, as `fp8.factors_by_row` takes them. Raises `CheckpointError`."""
-        scale = quantization.find_scale(name, shape, num_shards, self._shape_of)
-        return self._get(scale.name, scale.shape, _SCALE_DTYPES)
+    def quantized(
+        self, name: str, shape: tuple[int, ...], num_shards: int, qweights: QWeights | None
+    ) -> QuantizedMatrix | None:
+        """Return a weight as it is stored; `None` if it is not quantized. Raises as `find_quantized` does."""
+        found = find_quantized(name, shape, num_shards, self._stored_of, qweights)
+        return None if found is None else quantized_matrix(found, self._tensor)
 
-    def _shape_of(self, name: str) -> tuple[int, ...] | None:
+    def _stored_of(self, name: str) -> Stored | None:
         stored = self._layout.stored(name)
-        file = self._file_of.get(stored)
-        return None if file is None else tuple(self._files[file].get_slice(stored).get_shape())
+        if (file := self._file_of.get(stored)) is None:
+            return None
+        header = self._files[file].get_slice(stored)
+        return Stored(header.get_dtype(), tuple(header.get_shape()))
 
     def _get(self, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Tensor:
         file = self._file_of.get(self._layout.stored(name))
         if file is None:
             raise CheckpointError(f"{self.directory}: tensor {name} is in no *.safetensors file")
-        tensor: Tensor = self._files[file].get_tensor(self._layout.stored(name))
+        tensor = self._tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{file}: tensor {name} has shape {tuple(tensor.shape)}, but config.json makes it {shape}"
             )
         if tensor.dtype not in dtypes:
             raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; supported: {', '.join(map(str, dtypes))}")
+        return tensor
+
+    def _tensor(self, name: str) -> Tensor:
+        stored = self._layout.stored(name)
+        tensor: Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         return tensor
 
     def has(self, name: str) -> bool:
@@ -102,8 +111,7 @@ class MappedWeights:
 
     def forget(self, name: str) -> None:
         """Stop counting the bytes of tensor `name` as this process's; they are read from the file if used again."""
-        stored = self._layout.stored(name)
-        tensor: Tensor = self._files[self._file_of[stored]].get_tensor(stored)
+        tensor = self._tensor(name)
         begin = ceil_div(tensor.data_ptr(), mmap.PAGESIZE) * mmap.PAGESIZE
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
@@ -127,6 +135,7 @@ class Packer:
     device: torch.device
     max_model_len: int
     norm_offset: float | None  # see `DecoderConfig`
+    qweights: QWeights | None = None  # see `DecoderConfig`
 
     def linear(self, *modules: str, interleave: bool = False) -> PackedLinear:
         """Pack modules of the checkpoint, with their declared biases, as one linear layer."""
@@ -179,33 +188,35 @@ class Packer:
         weight = self.weights[name]
         packed = self._packed(weight)
         source, shape = (self._stored_name(name), weight.shape) if packed is None else (packed.name, packed.shape)
-        whole = self.files.get(source, shape)
-        if whole.dtype == torch.float8_e4m3fn:
-            stored = self._unpacked(weight, source, whole)
-        else:
+        quantized = self.files.quantized(source, shape, 1 if packed is None else packed.num_shards, self.qweights)
+        if quantized is None:
+            whole = self.files.get(source, shape)
             stored = (whole if packed is None else packed.of(whole))[weight.part]
+        else:
+            stored = self._unpacked(weight, quantized)
         PROGRESS.loads(stored.numel() * self.dtype.itemsize)
         return stored
 
-    def _unpacked(self, weight: Weight, source: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of an FP8 weight, on the model's device; only the rows that it has are unpacked."""
+    def _unpacked(self, weight: Weight, matrix: QuantizedMatrix) -> Tensor:
+        """Return this rank's part of a quantized weight, on the model's device, and no other."""
         packed = self._packed(weight)
-        num_shards = 1 if packed is None else packed.num_shards
-        scale = self.files.scale_of(source, tuple(whole.shape), num_shards)
-        numbers, factors = (
-            (tensor if packed is None else packed.of(tensor))[weight.part[:1]].to(self.device)
-            for tensor in (whole, fp8.factors_by_row(scale, len(whole), num_shards))
+        columns = weight.part[1] if len(weight.part) > 1 else slice(None)
+        here = matrix.with_rows(
+            lambda rows: (rows if packed is None else packed.of(rows))[weight.part[:1]].to(self.device)
         )
-        return fp8.unpack(numbers, factors, self.dtype)[(slice(None), *weight.part[1:])]
+        return here.unpack(columns, self.dtype)
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return the place of a weight inside another tensor, if the checkpoint stores it there."""
-        return weight.packed if weight.packed is not None and self.files.has(weight.packed.name) else None
+        packed = weight.packed
+        return packed if packed is not None and any(map(self.files.has, possible_names(packed.name))) else None
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
             packed = self._packed(self.weights[name])
-            self.files.forget(self._stored_name(name) if packed is None else packed.name)
+            for stored in possible_names(self._stored_name(name) if packed is None else packed.name):
+                if self.files.has(stored):
+                    self.files.forget(stored)
 
     def vector(self, name: str) -> Tensor:
         """Return a copy of a tensor: a view would keep the file mapped."""
@@ -251,6 +262,6 @@ def load_decoder(
     return kind(
         part,
         part.kv_groups(block_size, str(dtype).removeprefix("torch.")),
-        Packer(weights, files, ops, dtype, device, max_model_len, config.norm_offset),
+        Packer(weights, files, ops, dtype, device, max_model_len, config.norm_offset, config.qweights),
         Ranks(ops, communicator, config.vocab_size),
     )

@@ -34,6 +34,6 @@ def check_replacement(model: ModelConfig, config: Config, running: ModelPlan) ->
     decoder = read_config(directory, model.task)
     weights = DECODERS[decoder.architecture].weights(decoder, RankSlices.of(decoder, 0, 1))
     try:
-        check_tensors(directory, weights)
+        check_tensors(directory, weights, decoder.qweights)
     except CheckpointError as error:
         raise ConfigError(f"path: {error}") from None

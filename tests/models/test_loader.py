@@ -51,11 +51,14 @@ def test_a_tensor_of_another_shape_is_named_with_its_file(tmp_path: Path) -> Non
     assert all(words in str(error.value) for words in (str(file), name, "(64, 95)", "(64, 96)"))
 
 
-def test_a_quantized_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(torch.int16, "is torch.int16"), (torch.int8, "is quantized, but .*weight_scale is in no")]
+)
+def test_a_tensor_of_integers_is_named(dtype: torch.dtype, words: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     name = "model.layers.0.mlp.up_proj.weight"
-    change_weights(tmp_path, {name: torch.zeros(96, 64, dtype=torch.int8)})
-    with pytest.raises(CheckpointError, match=rf"{name} is torch.int8"):
+    change_weights(tmp_path, {name: torch.zeros(96, 64, dtype=dtype)})
+    with pytest.raises(CheckpointError, match=rf"{name} {words}"):
         load(tmp_path)
 
 

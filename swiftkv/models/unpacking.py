@@ -1,0 +1,179 @@
+"""Unpacks quantized matrices: FP8, or integers of 8, 4 or 2 bits, times the factors that they share.
+
+A row of a matrix has the weights of one output. The columns of a row are in groups, each with a factor and, if the
+numbers are not symmetric, a zero: the number that means 0. A weight is (number - zero) * factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from swiftkv.arithmetic import ceil_div
+from swiftkv.errors import CheckpointError
+from swiftkv.models.quantization import BLOCK, QuantizedTensors
+
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The row, out of eight, of each number in an AWQ word, the lowest bits first."""
+_ROWS_AT_ONCE = 64
+"""The rows that are unpacked at once, so that a matrix never exists in float32 and its steps stay in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix or some of its rows, not yet unpacked."""
+
+    numbers: Tensor  # [rows, columns], or int32 [rows, words] if bits is set
+    bits: int | None  # of a number in a word, the lowest bits first
+    factors: Tensor  # float32 [rows, groups]
+    zeros: Tensor | None  # [rows, groups]
+    group: Tensor  # int64 [columns], the group of each column, on the CPU
+
+    def with_rows(self, of_rows: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
+        """Return the matrix with other rows, or on another device, by what makes them of these rows' tensors."""
+        zeros = None if self.zeros is None else of_rows(self.zeros)
+        return replace(self, numbers=of_rows(self.numbers), factors=of_rows(self.factors), zeros=zeros)
+
+    def unpack(self, columns: slice, dtype: torch.dtype) -> Tensor:
+        """Return these columns of the rows, rounded from float32 to `dtype`."""
+        group = self.group[columns]
+        in_order = _groups_in_order(group)
+        group = group.to(self.numbers.device)
+        unpacked = torch.empty(len(self.numbers), len(group), dtype=dtype, device=self.numbers.device)
+        for begin in range(0, len(self.numbers), _ROWS_AT_ONCE):
+            rows = slice(begin, begin + _ROWS_AT_ONCE)
+            numbers = self.numbers[rows] if self.bits is None else along_rows(self.numbers[rows], self.bits)
+            weights = numbers[:, : len(self.group)][:, columns].float()  # the last word may not be full
+            by_group = weights if in_order is None else weights.unflatten(1, (in_order.stop - in_order.start, -1))
+            for values, operate in ((self.zeros, Tensor.sub_), (self.factors, Tensor.mul_)):
+                if values is not None and in_order is None:
+                    operate(by_group, values[rows].index_select(1, group))
+                elif values is not None:
+                    operate(by_group, values[rows, in_order].unsqueeze(-1))
+            unpacked[rows] = weights
+        return unpacked
+
+
+def _groups_in_order(group: Tensor) -> slice | None:
+    """Return the groups of some columns; `None` unless one follows the other and all have as many of the columns."""
+    first, stop = int(group[0]), int(group[-1]) + 1
+    if stop <= first or len(group) % (stop - first):
+        return None
+    in_order = group.view(stop - first, -1) == torch.arange(first, stop).unsqueeze(-1)
+    return slice(first, stop) if in_order.all() else None
+
+
+def quantized_matrix(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor]) -> QuantizedMatrix:
+    """Return the matrix that some tensors of a checkpoint hold. Raises `CheckpointError` for a group out of range."""
+    rows, columns = stored.matrix
+    numbers, scale = tensor_of(stored.numbers), tensor_of(stored.scale)
+    if stored.form in ("numbers", "compressed"):
+        factors, group_size = factors_by_row(scale, stored.matrix, stored.num_shards)
+    else:
+        factors, group_size = scale.t().float(), columns // len(scale)
+    bits: int | None = stored.bits
+    if stored.form == "numbers":
+        bits = None
+    elif stored.form == "awq":
+        bits, numbers = None, awq_numbers(numbers)[:rows]
+    elif stored.form != "compressed":
+        numbers = numbers.t()
+    return QuantizedMatrix(
+        numbers=numbers,
+        bits=bits,
+        factors=factors,
+        zeros=_symmetric(stored, factors) if stored.zeros is None else _zeros(stored, tensor_of(stored.zeros)),
+        group=_groups(stored, tensor_of, factors.shape[1], group_size),
+    )
+
+
+def _symmetric(stored: QuantizedTensors, factors: Tensor) -> Tensor | None:
+    """Return the zeros of numbers that have none in the checkpoint: packed ones are stored with an offset."""
+    return None if stored.form == "numbers" else torch.tensor(1 << stored.bits - 1).expand_as(factors)
+
+
+def _zeros(stored: QuantizedTensors, zeros: Tensor) -> Tensor:
+    """Return the zeros of a matrix, [rows, groups], by its tensor of them."""
+    rows, _ = stored.matrix
+    match stored.form:
+        case "numbers":
+            return factors_by_row(zeros, stored.matrix, stored.num_shards)[0]
+        case "compressed":
+            return across_rows(zeros.reshape(len(zeros), -1), stored.bits)[:rows]
+        case "awq":
+            return awq_numbers(zeros)[:rows]
+        case "gptq" | "gptq_v2":
+            return gptq_zeros(zeros, stored.bits, less_one=stored.form == "gptq")[:rows]
+
+
+def _groups(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor], num_groups: int, group_size: int) -> Tensor:
+    """Return the group of each column, int64."""
+    _, columns = stored.matrix
+    group = None if stored.group is None else tensor_of(stored.group).long()
+    if group is None or -1 in group:  # compressed-tensors writes -1 where the order of columns has no effect
+        return torch.arange(columns).div_(group_size, rounding_mode="floor")
+    if int(group.min()) < 0 or int(group.max()) >= num_groups:
+        raise CheckpointError(f"tensor {stored.group} has groups that are not among the {num_groups} of {stored.scale}")
+    return group
+
+
+def factors_by_row(scale: Tensor, shape: tuple[int, int], num_shards: int = 1) -> tuple[Tensor, int]:
+    """Return the factors of a matrix as float32 [rows, groups], and the number of columns in a group.
+
+    `scale` is one factor, one for each row, for each group of a row, or for each block. Blocks begin anew with each of
+    `num_shards` equal parts, one below the other, if there are as many as that takes: so MiMo-V2.5 stores its fused
+    projections.
+    """
+    rows, columns = shape
+    scale = scale.float()
+    if scale.ndim < 2 or tuple(scale.shape) in ((1, 1), (rows, 1)):
+        return scale.reshape(-1, 1).expand(rows, 1), columns
+    if len(scale) == rows > 1:
+        return scale, columns // scale.shape[1]
+    part = rows if len(scale) == ceil_div(rows, BLOCK) else rows // num_shards
+    row = torch.arange(rows)
+    return scale[row // part * ceil_div(part, BLOCK) + row % part // BLOCK], BLOCK
+
+
+def along_rows(words: Tensor, bits: int) -> Tensor:
+    """Return the numbers in int32 [rows, words], as uint8 [rows, numbers]; those of a row are packed together."""
+    octets = words.contiguous().view(torch.uint8)  # x86 and Arm store the lowest bits first
+    if bits == 8:
+        return octets
+    # Each byte becomes as many as it has numbers, by copies that are shifted until every number begins a byte.
+    octets = octets.to(torch.int16 if bits == 4 else torch.int32)
+    spread = octets.clone()
+    for place in range(1, 8 // bits):
+        spread |= octets << place * (8 - bits)
+    spread &= sum(((1 << bits) - 1) << 8 * place for place in range(8 // bits))
+    return spread.view(torch.uint8)
+
+
+def across_rows(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Return the numbers in int32 [words, columns], as uint8 [numbers, columns]; those of a column are packed together.
+
+    `order` has the row of each number in a word, the lowest bits first; they follow each other if it is `None`.
+    """
+    words = words.contiguous()
+    numbers = torch.empty(len(words), 32 // bits, words.shape[1], dtype=torch.uint8, device=words.device)
+    for place, row in enumerate(order or range(32 // bits)):
+        numbers[:, row] = (words >> place * bits).bitwise_and_((1 << bits) - 1)
+    return numbers.flatten(0, 1)
+
+
+def awq_numbers(words: Tensor) -> Tensor:
+    """Return the numbers of AWQ's int32 [columns, words], as uint8 [rows, columns]."""
+    return across_rows(words.t(), 32 // len(_AWQ_ROWS), _AWQ_ROWS)
+
+
+def gptq_zeros(words: Tensor, bits: int, *, less_one: bool) -> Tensor:
+    """Return the zeros of GPTQ's int32 [groups, words], as uint8 [rows, groups].
+
+    The first format stores them less one. Its programs subtract from whole words: a zero of 0 borrows from the next.
+    """
+    if less_one:
+        words = words + sum(1 << place for place in range(0, 32, bits))
+    return across_rows(words.t(), bits)
