@@ -14,6 +14,7 @@ from swiftkv._core import Scheduler
 from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status
+from swiftkv.tier.expected_hits import ExpectedHits
 from swiftkv.tier.keys import split_keys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.messages import LoadStop, TierSpec
@@ -63,29 +64,6 @@ class _Wait:
         return self.asked if isinstance(self.asked, Load) else None
 
 
-@dataclass(slots=True)
-class _Expected:
-    """The blocks that a request can use before its load and after it, and the tiers that they came from."""
-
-    num_before: int
-    num_after: int
-    is_back: bool = False  # the request uses them only after it has computed its front
-    tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
-
-    def tiers_of_hits(self, first: int, end: int) -> dict[int, str]:
-        """Return the tiers of the blocks `first` to `end` that a request could not use before, by index.
-
-        A block that was read in no group was in the pool, or came meanwhile: it counts for the tier of its neighbours.
-        """
-        hits: dict[int, str] = {}
-        tier = next(iter(self.tiers.values()), None)
-        for index in range(max(first, self.num_before), min(end, self.num_after)):
-            tier = self.tiers.get(index, tier)
-            if tier is not None:
-                hits[index] = tier
-        return hits
-
-
 class Loads:
     """Holds requests while storage is asked for their missing blocks, and has the scheduler make room for these.
 
@@ -115,7 +93,7 @@ class Loads:
         self._block_size = groups[0].block_size
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
-        self._expected: dict[int, _Expected] = {}  # by request
+        self._expected: dict[int, ExpectedHits] = {}  # by request
         self._reading_bytes = 0  # all bytes of loads that have not ended
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than storage had
         self.failures: Counter[Status] = Counter()
@@ -273,7 +251,7 @@ class Loads:
         load = wait.asked = Load(wait.request_id, targets, wait.deadline_s)
         wait.unread = dict.fromkeys(targets)
         self._reading_bytes += _num_bytes(targets)
-        self._expected[wait.request_id] = _Expected(wait.num_usable, length, wait.span.is_back)
+        self._expected[wait.request_id] = ExpectedHits(wait.num_usable, length, wait.span.is_back)
         self.num_loads += 1
         self._loader.submit(load)
         if wait.span.is_back:

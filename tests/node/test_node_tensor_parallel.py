@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import httpx
 import psutil
 import pytest
 
+from tests.node.test_node_tiers import metric
 from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 
 MAX_MODEL_LEN = 8192
+TIERS = {
+    "host": {"size": "8MiB"},
+    "storage": {"backend": "file", "path": "kv", "size": "64MiB", "prefetch_threshold": 16},
+}
 PROMPTS = ["def", "def f(x):", "import os\n" * 20, "class A:"]
 
 
@@ -26,7 +32,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     make_checkpoint(directory / "tiny", "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
     models: list[dict[str, Any]] = [
         {"path": str(directory / "tiny"), "dtype": "float32", "threads": 2, "kv_cache": {"memory": "8MiB"}, **model}
-        for model in ({"name": "whole"}, {"name": "divided", "tensor_parallel_size": 2})
+        for model in ({"name": "whole"}, {"name": "divided", "tensor_parallel_size": 2, "tiers": TIERS})
     ]
     settings = {"port": 0, "watchdog": "30s", "restart": {"limit": 5, "backoff": "50ms"}}
     with NodeProcess({"node": settings, "models": models}, directory, short_temporary_directory()) as node:
@@ -93,6 +99,22 @@ def test_a_killed_rank_takes_the_others_along_and_the_model_comes_back(rank: int
     assert complete(node, "divided")["choices"] == expected
     assert complete(node, "whole")["choices"][0]["text"] == expected[0]["text"]
     assert not set(ranks(node)) & set(before)
+
+
+def test_a_restarted_model_finds_what_all_of_its_ranks_had_computed(node: NodeProcess) -> None:
+    wait_for("the model to serve", lambda: node.ready()["divided"] == "ready")
+    stored = partial(metric, node, "swiftkv:tier_stored_blocks_total", "divided")
+    already = stored()
+    prompt = "import sys, json\n" * 40
+    expected = complete(node, "divided", prompt)
+    before = ranks(node)
+    wait_for("blocks to be written", lambda: stored() > already)
+    before[1].send_signal(signal.SIGKILL)
+    assert not psutil.wait_procs(before, DEADLINE_S)[1]
+    wait_for("the restart", lambda: node.ready()["divided"] == "ready")
+    again = complete(node, "divided", prompt, return_cached_tokens_details=True)
+    assert again["choices"] == expected["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["host"] > 0
 
 
 def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
