@@ -166,6 +166,11 @@ class LeadingRunner(ModelRunner):
         self._deadline_s = _deadline_s(config)
 
     def rank_pools(self) -> list[torch.Tensor]:
+        """Return the pools of all ranks, as `ModelRunner.rank_pools` does.
+
+        They may be read between two steps: our part of a step ends only after the others have sent their parts of its
+        last layer, before which they have written their KV.
+        """
         try:
             others = [
                 map_memory(pid, fd, device, inode, self.pool.nbytes)

@@ -405,7 +405,7 @@ MUTANTS = [
     one("a branch is not kept", "core/policy.h", "if (is_within(r.num_shared_blocks))", "if (false)"),
     one("an answer's end is not kept", ROSTER, "if (cache_.has_windows()) cache_.keep", "if (false) cache_.keep"),
     one("regular boundaries stay for good", "core/policy.h", "Worth::kInterval);", "Worth::kKept);"),
-    one("a boundary outlives its tail", BOUNDARIES, "if (needs(group, distance)) broken.push_back(number);", ""),
+    one("a boundary outlives its tail", BOUNDARIES, "if (needs(group, distance)) broken.push_back(number);", ";"),
     one("a boundary outlives what lies far below it", PATHS, "gone.push_back(behind);", "break;"),
     one("a boundary goes with the block below it", BOUNDARIES, "if (needs(group, distance)) broken", "broken"),
     one(
