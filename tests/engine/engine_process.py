@@ -224,6 +224,7 @@ class EngineProcess(EngineClient):
             [sys.executable, "-m", "swiftkv.engine.main"],
             stdin=subprocess.PIPE,
             stderr=stderr,
+            pass_fds=self.config.inherited_fds,
         )
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(self.config) + b"\n")
