@@ -46,6 +46,7 @@ class Writer:
     ) -> None:
         """`may_write` returns whether no load is in the way; `on_room` is called in the thread when there is room."""
         self._stored = stored
+        self._num_ranks = num_ranks
         self._may_write = may_write
         self._on_room = on_room
         num_rows = max(2, queue_bytes // (num_ranks * max_block_bytes))
@@ -136,4 +137,4 @@ class Writer:
             return batch
 
     def _num_bytes(self, copy: _Copy) -> int:
-        return self._memory.shape[1] * copy.part_bytes
+        return self._num_ranks * copy.part_bytes
