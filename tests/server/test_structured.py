@@ -164,7 +164,8 @@ def test_a_grammar_that_ends_its_process_is_refused_for_good(loop: asyncio.Abstr
         (process,) = processes()
         process.suspend()
         checks = [asyncio.create_task(checker.check(asked("regex", "b"))) for _ in range(3)]  # one check for all three
-        await asyncio.sleep(0)
+        for _ in range(10):  # more turns of the loop than it takes to send the process its work
+            await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)
         for check in checks:
             with pytest.raises(ApiError, match="SIGKILL"):
