@@ -43,6 +43,7 @@ from swiftkv.cache.geometry import KVGroup, split_pool
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.quantization import QWeights
 from swiftkv.models.registry import read_config
 from swiftkv.models.stream import NO_STREAM
 
@@ -86,6 +87,9 @@ class RandomWeights(MappedWeights):
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         return torch.randn(shape, dtype=self._dtype, device=self._device) * shape[-1] ** -0.5
+
+    def quantized(self, name: str, shape: tuple[int, ...], num_shards: int, qweights: QWeights | None) -> None:
+        """Nothing is quantized."""
 
     def forget(self, name: str) -> None:
         pass
