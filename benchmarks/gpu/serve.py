@@ -91,8 +91,9 @@ class RandomWeights(MappedWeights):
     def quantized(self, name: str, shape: tuple[int, ...], num_shards: int, qweights: QWeights | None) -> None:
         """Nothing is quantized."""
 
-    def forget(self, name: str) -> None:
-        pass
+    def has(self, name: str) -> bool:
+        """Nothing lies in a file, so nothing is to be forgotten."""
+        return False
 
 
 def make_decoder(shape: dict[str, Any], device: torch.device, dtype: torch.dtype, max_len: int) -> Decoder:
