@@ -157,7 +157,7 @@ def test_a_node_whose_state_was_removed_stops_in_order(checkpoint: Path, tmp_pat
     with NodeProcess(config(checkpoint, state, "chat"), tmp_path, temporary) as node:
         remove(state)
         node.process.send_signal(signal.SIGTERM)
-        node.wait_line("^stopped$")
+        node.wait_line(" stopped$")
         assert node.process.wait(DEADLINE_S) == 0
         node.assert_nothing_left()
     remove(temporary)

@@ -214,7 +214,7 @@ def test_a_signal_while_models_load_leaves_nothing(
     with NodeProcess(config(checkpoint, "one", "two"), tmp_path, temporary, wait=False) as node:
         wait_for("both engines to be started", lambda: set(node.engines()) == {"one", "two"})
         node.process.send_signal(number)
-        node.wait_line("^stopped$")
+        node.wait_line(" stopped$")
         assert node.process.wait(DEADLINE_S) == 0
         node.assert_nothing_left()
 
