@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from swiftkv.lease.messages import Accept, Heartbeat, Hello, Offer, Recall, Return
+from swiftkv.lease.messages import Accept, Heartbeat, Offer, Recall, Return
 from swiftkv.lease.process import Identity
 from tests.lease.lending_process import TIMEOUT_S, Node, agrees, held, lent
 from tests.support.lender_by_hand import LenderByHand
-from tests.support.open_files import no_file_descriptor_left
 
 ALL = 16  # extents of a lender of 48 blocks, 3 in each
 
@@ -97,20 +96,6 @@ def lender_by_hand(node: Node, context: zmq.Context[zmq.Socket[bytes]]) -> Lende
     store_path.write_text(str(os.getpid()))
     lender.be_attached(Identity.of_this_process("w"), store_path)
     return lender
-
-
-def test_a_lender_that_cannot_be_watched_is_attached_once_it_can() -> None:
-    """For want of a file descriptor: the engine goes on, and asks again."""
-    with Node(start=["m"]) as node, zmq.Context() as context:
-        lender = LenderByHand(node.address("w"), context)
-        store_path = Path(node.directory.name, "store")
-        store_path.write_text(str(os.getpid()))
-        with no_file_descriptor_left(node["m"].process.pid):
-            lender.welcome(Identity.of_this_process("w"), store_path)
-            while lender.hello.attempt == 1:
-                lender.hello = lender.receive(Hello)
-        lender.be_attached(lender.me, store_path)
-        lender.close()
 
 
 def test_messages_that_come_late_twice_or_for_others_do_no_harm() -> None:

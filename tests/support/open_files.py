@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LISTINGS = 20
-
 
 @contextmanager
 def no_more_files() -> Iterator[None]:
@@ -22,16 +20,11 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def _open_files(pid: int) -> set[int]:
-    listed = list(Path(f"/proc/{pid}/fd").iterdir())
-    return {int(path.name) for path in listed if path.is_symlink()}  # not the one that was open to list them
-
-
 @contextmanager
 def no_file_descriptor_left(pid: int, num_left: int = 0) -> Iterator[None]:
     """Inside, a process has no file descriptor free, or the lowest few; unlike after `no_more_files`, it can poll."""
-    # Not those that are open for a moment only: the process would soon have them free again.
-    used = set.intersection(*(_open_files(pid) for _ in range(_LISTINGS)))
+    listed = list(Path(f"/proc/{pid}/fd").iterdir())
+    used = {int(path.name) for path in listed if path.is_symlink()}  # not the one that was open to list them
     free = (number for number in itertools.count() if number not in used)
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, num_left, None)), hard))
