@@ -33,7 +33,7 @@ class TextTokens:
 
     def take(self, text: str) -> list[TextToken]:
         """Return the tokens of `text`, which users see now. Tokens before it, such as spaces, are forgotten."""
-        # What ends a call waits, too, and may have the same characters.
+        # The end tag of a call waits, too, and may contain the same characters.
         find = self._decoded.rfind if self._follows_call else self._decoded.find
         begin = max(find(text), 0)
         end = begin + len(text)

@@ -87,6 +87,16 @@ class ToolParser(ABC):
         return f"call_{secrets.token_hex(12)}"
 
 
+def further_calls(separator: str, call: str = "call", *, several: bool) -> str:
+    """Return what may follow the first call in a Lark rule: nothing, or `several` calls after a `separator` each."""
+    return f" ({separator} {call}){{0,{MAX_CALLS - 1}}}" if several else ""
+
+
+def any_call(functions: Sequence[ToolFunction]) -> str:
+    """Return the Lark rule that `call` is `call_0`, `call_1` and so on, one for each function."""
+    return "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))
+
+
 class EitherParser:
     """Parses an answer that a grammar makes either calls or text. Its beginning decides, so text may quote calls."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swiftkv.server.tool_parsers.base import MAX_CALLS, Said, TaggedParser, ToolEvent, ToolFunction, split_at
+from swiftkv.server.tool_parsers.base import Said, TaggedParser, ToolEvent, ToolFunction, further_calls, split_at
 from swiftkv.server.tool_parsers.json_call import JsonCall, call_rules
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -50,5 +50,5 @@ class HermesParser(TaggedParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' ("\\n" tag_0 call tag_1){{0,{MAX_CALLS - 1}}}' if several else ""
+        more = further_calls(r'"\n"', "tag_0 call tag_1", several=several)
         return f"calls: tag_0 call tag_1{more}\n" + call_rules(functions, begin="\n", end="\n")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from swiftkv.grammars import held_schema
-from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, ToolEvent, ToolFunction
+from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, ToolEvent, ToolFunction, any_call
 
 _ARGUMENTS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
@@ -149,7 +149,7 @@ class JsonCall:
 
 def call_rules(functions: Sequence[ToolFunction], *, begin: str = "", key: str = "arguments", end: str = "") -> str:
     """Return Lark rules in which `call` is a call of one of the functions, between `begin` and `end`."""
-    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    rules = [any_call(functions)]
     for number, function in enumerate(functions):
         head = f'{begin}{{"name": {json.dumps(function.name)}, "{key}": '
         schema = held_schema({"type": "object", **function.parameters})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swiftkv.server.tool_parsers.base import MAX_CALLS, Said, ToolEvent, ToolFunction, ToolParser
+from swiftkv.server.tool_parsers.base import Said, ToolEvent, ToolFunction, ToolParser, further_calls
 from swiftkv.server.tool_parsers.json_call import JsonCall, call_rules
 
 _TAG = "<|python_tag|>"
@@ -63,5 +63,5 @@ class Llama3JsonParser(ToolParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' ("; " call){{0,{MAX_CALLS - 1}}}' if several else ""
+        more = further_calls('"; "', several=several)
         return f"calls: call{more}\n" + call_rules(functions, key="parameters")

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.base import (
-    MAX_CALLS,
     ArgumentsGrown,
     CallBegun,
     Said,
@@ -22,6 +21,8 @@ from swiftkv.server.tool_parsers.base import (
     ToolEvent,
     ToolFunction,
     ToolParser,
+    any_call,
+    further_calls,
     split_at,
     split_at_first,
 )
@@ -130,7 +131,7 @@ class MistralParser(SteppedParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' (", " call){{0,{MAX_CALLS - 1}}}' if several else ""
+        more = further_calls('", "', several=several)
         return f'calls: tag_0 "[" call{more} "]"\n' + call_rules(functions)
 
     @staticmethod
@@ -160,8 +161,8 @@ class MistralIdParser(MistralParser):
 
 
 def _name_rules(functions: Sequence[ToolFunction], *, several: bool, call_id: str) -> str:
-    more = f" call{{0,{MAX_CALLS - 1}}}" if several else ""
-    rules = [f"calls: call{more}", "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    more = further_calls("", several=several)
+    rules = [f"calls: call{more}", any_call(functions)]
     for number, function in enumerate(functions):
         schema = held_schema({"type": "object", **function.parameters})
         rules.append(f"call_{number}: tag_0 {json.dumps(function.name)} {call_id}tag_1 arguments_{number}")

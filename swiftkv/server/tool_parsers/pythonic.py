@@ -13,13 +13,14 @@ from typing import Literal
 from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.argument_types import Argument, arguments_of
 from swiftkv.server.tool_parsers.base import (
-    MAX_CALLS,
     ArgumentsGrown,
     CallBegun,
     Said,
     SteppedParser,
     ToolEvent,
     ToolFunction,
+    any_call,
+    further_calls,
 )
 from swiftkv.server.tool_parsers.python_literal import PythonValue, literal_json
 
@@ -175,8 +176,8 @@ class PythonicParser(SteppedParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' (", " call){{0,{MAX_CALLS - 1}}}' if several else ""
-        rules = [f'calls: "[" call{more} "]"', "call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+        more = further_calls('", "', several=several)
+        rules = [f'calls: "[" call{more} "]"', any_call(functions)]
         for number, function in enumerate(functions):
             rules += _function_rules(number, function)
         return "\n".join(rules)

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.argument_types import Argument, argument_json, arguments_of
 from swiftkv.server.tool_parsers.base import (
-    MAX_CALLS,
     ArgumentsGrown,
     CallBegun,
     Said,
     TaggedParser,
     ToolEvent,
     ToolFunction,
+    any_call,
+    further_calls,
     split_at_first,
 )
 
@@ -138,8 +139,8 @@ class Qwen3CoderParser(TaggedParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
-        rules = [f"calls: call{more}", "call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+        more = further_calls(r'"\n"', several=several)
+        rules = [f"calls: call{more}", any_call(functions)]
         for number, function in enumerate(functions):
             rules += _function_rules(number, function)
         return "\n".join(rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swiftkv.server.tool_parsers.base import MAX_CALLS, Said, SteppedParser, ToolEvent, ToolFunction
+from swiftkv.server.tool_parsers.base import Said, SteppedParser, ToolEvent, ToolFunction, further_calls
 from swiftkv.server.tool_parsers.json_call import JsonCall, call_rules
 
 _BETWEEN = " \t\r\n,"
@@ -69,5 +69,5 @@ class XlamParser(SteppedParser):
 
     @staticmethod
     def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
-        more = f' (", " call){{0,{MAX_CALLS - 1}}}' if several else ""
+        more = further_calls('", "', several=several)
         return f'calls: "[" call{more} "]"\n' + call_rules(functions)
