@@ -7,8 +7,6 @@ Sums are kept in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,9 @@ from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
 from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
 from swiftkv.kernels.cpu_experts import PackedExperts, add_experts, pack_experts, route
+from swiftkv.kernels.cpu_packing import keeps_four_bits, pack_linear
 from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation, norm_weight_kind
 from swiftkv.kernels.ops import PackedMlp
-from swiftkv.kernels.reference import biases_of
 
 __all__ = [
     "PackedExperts",
@@ -28,6 +26,7 @@ __all__ = [
     "attention",
     "embed",
     "gated_mlp",
+    "keeps_four_bits",
     "linear",
     "linear_residual",
     "logits",
@@ -50,25 +49,6 @@ _TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 def set_num_threads(n: int) -> None:
     """Share the work of every kernel between `n` threads, the calling one included."""
     _cpu.set_num_threads(n)
-
-
-def pack_linear(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
-) -> PackedLinear:
-    """Copy weights [N_i, K] into the layout that this CPU's kernels read.
-
-    Raises `ValueError` if the weights differ in K or dtype, or the dtype has no kernel.
-    """
-    biases = biases_of(weights, biases)
-    in_features, dtype = weights[0].shape[1], weights[0].dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"no CPU kernel for {dtype}: use float32, bfloat16 or float16")
-    rows = [w.contiguous() for w in weights]
-    bias_rows = [None if b is None else b.to(torch.float32).contiguous() for b in biases]
-    sources = [
-        (w.data_ptr(), w.shape[0], 0 if b is None else b.data_ptr()) for w, b in zip(rows, bias_rows, strict=True)
-    ]
-    return PackedLinear(sources, in_features, DTYPES[dtype], interleave)
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from swiftkv import _cpu
+from swiftkv.kernels.cpu_packing import pack_linear
 from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation
 from swiftkv.kernels.experts import Choices, ExpertLayer, ExpertWeights, Router
 
@@ -80,16 +80,8 @@ def _start(layer: ExpertLayer, like: ExpertWeights) -> PackedExperts:
 
 
 def _append(packed: PackedExperts, expert: ExpertWeights) -> None:
-    weights = [w.contiguous() for w in (expert.gate, expert.up, expert.down)]
-    inside, outside = (packed.inner_size, packed.hidden_size), (packed.hidden_size, packed.inner_size)
-    for weight, shape in zip(weights, (inside, inside, outside), strict=True):
-        check(weight, packed.dtype, shape, "weight of an expert")
-    biases = [_float32(bias) for bias in (expert.gate_bias, expert.up_bias, expert.down_bias)]
-    packed.native.append(*(w.data_ptr() for w in weights), *(0 if b is None else b.data_ptr() for b in biases))
-
-
-def _float32(bias: Any) -> Tensor | None:
-    return None if bias is None else bias.to(torch.float32).contiguous()
+    gate_up = pack_linear([expert.gate, expert.up], [expert.gate_bias, expert.up_bias], interleave=True)
+    packed.native.append(gate_up, pack_linear([expert.down], [expert.down_bias]))
 
 
 def add_experts(x: Tensor, choices: Choices, experts: PackedExperts, residual: Tensor) -> None:

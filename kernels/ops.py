@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from swiftkv.kernels.experts import SILU, GatedActivation, PackedExperts
+from swiftkv.kernels.four_bits import FourBitMatrix
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +61,14 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def set_num_threads(self, n: int, /) -> None:
         """Share the work of every function between `n` threads of the host, the calling one included."""
 
+    def keeps_four_bits(self, dtype: torch.dtype, /) -> bool:
+        """Return whether four-bit matrices of `dtype` stay so in memory; otherwise they are unpacked."""
+
     def pack_linear(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
+        self,
+        weights: Sequence[Tensor | FourBitMatrix],
+        biases: Sequence[Tensor | None] | None = None,
+        interleave: bool = False,
     ) -> Packed:
         """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs.
 

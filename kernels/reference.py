@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.block_table import layer_block_index
+from swiftkv.kernels.four_bits import FourBitMatrix, unpacked
 from swiftkv.kernels.ops import PackedMlp
 from swiftkv.kernels.reference_experts import PackedExperts, activate, add_experts, pack_experts, route
 
@@ -32,6 +33,7 @@ __all__ = [
     "attention",
     "embed",
     "gated_mlp",
+    "keeps_four_bits",
     "linear",
     "linear_residual",
     "logits",
@@ -79,8 +81,15 @@ class PackedLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+def keeps_four_bits(dtype: torch.dtype) -> bool:
+    """Return `False`: torch multiplies unpacked weights."""
+    return False
+
+
 def pack_linear(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None, interleave: bool = False
+    weights: Sequence[Tensor | FourBitMatrix],
+    biases: Sequence[Tensor | None] | None = None,
+    interleave: bool = False,
 ) -> PackedLinear:
     """Pack weights [N_i, K] and biases [N_i] or None as one layer of sum(N_i) outputs, on the weights' device.
 
@@ -89,15 +98,18 @@ def pack_linear(
     biases = biases_of(weights, biases)
     if interleave and (len(weights) != 2 or weights[0].shape != weights[1].shape):
         raise ValueError("interleave takes gate and up, of one shape")
+    rows = [unpacked(w) for w in weights]
     bias = None
     if any(b is not None for b in biases):
-        parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        parts = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(rows, biases, strict=True)]
         bias = torch.cat(parts)
-    weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(tuple(weights))
+    weight = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows)
     return PackedLinear(weight, bias, interleave)
 
 
-def biases_of(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Sequence[Tensor | None]:
+def biases_of(
+    weights: Sequence[Tensor | FourBitMatrix], biases: Sequence[Tensor | None] | None
+) -> Sequence[Tensor | None]:
     """Return a bias or None for each of the weights to pack together. Raises `ValueError` if they cannot be packed."""
     biases = [None] * len(weights) if biases is None else biases
     if not weights or len(biases) != len(weights):

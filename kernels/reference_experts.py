@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.experts import Choices, ExpertLayer, ExpertWeights, GatedActivation, Router
+from swiftkv.kernels.four_bits import unpacked
 
 _SCORES_OF_GROUP = 2
 
@@ -66,9 +67,10 @@ def pack_experts(layer: ExpertLayer) -> PackedExperts:
     """Copy the experts of a layer into one tensor each for gate and up, and for down, one expert at a time."""
     packed: PackedExperts | None = None
     for index, expert in enumerate(layer.weights):
-        packed = packed or _allocate(layer, expert)
-        packed.gate_up[index].copy_(torch.cat((expert.gate, expert.up)))
-        packed.down[index].copy_(expert.down)
+        gate, up, down = map(unpacked, (expert.gate, expert.up, expert.down))
+        packed = packed or _allocate(layer, expert, gate)
+        packed.gate_up[index].copy_(torch.cat((gate, up)))
+        packed.down[index].copy_(down)
         if packed.gate_up_bias is not None and expert.gate_bias is not None and expert.up_bias is not None:
             packed.gate_up_bias[index].copy_(torch.cat((expert.gate_bias, expert.up_bias)))
         if packed.down_bias is not None and expert.down_bias is not None:
@@ -77,16 +79,16 @@ def pack_experts(layer: ExpertLayer) -> PackedExperts:
     return packed
 
 
-def _allocate(layer: ExpertLayer, like: ExpertWeights) -> PackedExperts:
-    inner_size, hidden_size = like.gate.shape
-    new = like.gate.new_empty
+def _allocate(layer: ExpertLayer, like: ExpertWeights, gate: Tensor) -> PackedExperts:
+    inner_size, hidden_size = gate.shape
+    new = gate.new_empty
     return PackedExperts(
         gate_up=new(layer.num_experts, 2 * inner_size, hidden_size),
         down=new(layer.num_experts, hidden_size, inner_size),
         gate_up_bias=None if like.gate_bias is None else new(layer.num_experts, 2 * inner_size),
         down_bias=None if like.down_bias is None else new(layer.num_experts, hidden_size),
         activation=layer.activation,
-        tokens_per_expert=like.gate.new_zeros(layer.num_experts, dtype=torch.int64),
+        tokens_per_expert=gate.new_zeros(layer.num_experts, dtype=torch.int64),
     )
 
 

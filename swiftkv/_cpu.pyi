@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +38,22 @@ class GatedActivation:
     def __init__(self, alpha: float, cubic: float, limit: float, up_offset: float) -> None: ...
 
 class PackedLinear:
+    @overload
     def __init__(
         self, sources: Sequence[tuple[int, int, int]], in_features: int, dtype: DType, interleave: bool
     ) -> None:
         """`sources`: address of weights [rows, in_features], rows, address of float32 bias [rows] or 0."""
+    @overload
+    def __init__(
+        self,
+        sources: Sequence[tuple[int, int, int, int, int]],
+        values: Sequence[float],
+        group_size: int,
+        in_features: int,
+        dtype: DType,
+        interleave: bool,
+    ) -> None:
+        """`sources`: addresses of codes, factors, and zeros or 0 (`FourBitMatrix`); rows; address of bias or 0."""
     @property
     def out_features(self) -> int: ...
     @property
@@ -99,8 +112,8 @@ def route(router: Router, logits: int, num_tokens: int, select_bias: int, expert
 
 class PackedExperts:
     def __init__(self, hidden_size: int, inner_size: int, dtype: DType, gated: GatedActivation) -> None: ...
-    def append(self, gate: int, up: int, down: int, gate_bias: int, up_bias: int, down_bias: int) -> None:
-        """Append one expert, by the addresses of its weights, and of its float32 biases or 0."""
+    def append(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+        """Append one expert; `gate_up` is interleaved. Raises `ValueError` for another shape or dtype."""
     def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...

@@ -51,18 +51,19 @@ struct Task {
 };
 
 // Cuts each expert's rows into tiles of at most `rows_per_tile`, and panels too if there are few tiles.
-std::vector<Task> cut(const std::vector<int64_t>& begin, int64_t num_panels, int64_t rows_per_tile) {
+std::vector<Task> cut(const std::vector<int64_t>& begin, auto&& panels_of, int64_t rows_per_tile) {
     const auto num_experts = static_cast<int64_t>(begin.size()) - 1;
     int64_t num_tiles = 0;
     for (int64_t expert = 0; expert < num_experts; ++expert)
         num_tiles += ceil_div(begin[expert + 1] - begin[expert], rows_per_tile);
     const int64_t wanted = ceil_div(kTasksPerThread * num_threads(), std::max<int64_t>(1, num_tiles));
-    const int64_t pieces = std::clamp<int64_t>(wanted, 1, num_panels);
     std::vector<Task> tasks;
-    tasks.reserve(num_tiles * pieces);
+    tasks.reserve(num_tiles * wanted);
     for (int64_t expert = 0; expert < num_experts; ++expert) {
         const int64_t rows = begin[expert + 1] - begin[expert];
         const int64_t tiles = ceil_div(rows, rows_per_tile);
+        const int64_t num_panels = panels_of(expert);
+        const int64_t pieces = std::min(wanted, num_panels);
         for (int64_t tile = 0; tile < tiles; ++tile)
             for (int64_t piece = 0; piece < pieces; ++piece)
                 tasks.push_back({expert, begin[expert] + tile * rows / tiles, begin[expert] + (tile + 1) * rows / tiles,
@@ -94,7 +95,8 @@ void run_gate_up(const PackedExperts& experts, const void* x, int64_t num_tokens
     const Activations source = prepare(any, x, num_tokens, std::nullopt);
     const int64_t row_bytes = experts.inner_size() * item_size(experts.dtype());
     const int64_t tile = rows_per_tile(any, source);
-    run_all(cut(rows.begin, any.num_panels(), tile), [&](const Task& task) {
+    const auto panels_of = [&](int64_t expert) { return experts.gate_up(expert).num_panels(); };
+    run_all(cut(rows.begin, panels_of, tile), [&](const Task& task) {
         const Activations gathered = gather(source, rows.tokens.data() + task.row_begin, task.rows());
         Product(experts.gate_up(task.expert), gathered, task.rows(), Epilogue::kGated, experts.dtype(),
                 activated + task.row_begin * row_bytes, experts.gated())
@@ -108,7 +110,8 @@ void run_down(const PackedExperts& experts, const char* activated, const SortedR
     const Activations source = prepare(any, activated, rows.begin.back(), std::nullopt);
     const int64_t row_bytes = experts.hidden_size() * item_size(experts.dtype());
     const int64_t tile = rows_per_tile(any, source);
-    run_all(cut(rows.begin, any.num_panels(), tile), [&](const Task& task) {
+    const auto panels_of = [&](int64_t expert) { return experts.down(expert).num_panels(); };
+    run_all(cut(rows.begin, panels_of, tile), [&](const Task& task) {
         const Activations here{source.data + task.row_begin * source.stride_bytes, source.stride_bytes};
         Product(experts.down(task.expert), here, task.rows(), Epilogue::kStore, experts.dtype(),
                 outputs + task.row_begin * row_bytes)
@@ -154,11 +157,14 @@ void add_slice(const PackedExperts& experts, const char* x, const Choices& choic
 
 }  // namespace
 
-void PackedExperts::append(const WeightRows& gate, const WeightRows& up, const WeightRows& down) {
-    if (gate.rows != inner_size_ || up.rows != inner_size_ || down.rows != hidden_size_)
-        throw std::invalid_argument("an expert has other sizes than its layer");
-    gate_up_.emplace_back(std::vector{gate, up}, hidden_size_, dtype_, true);
-    down_.emplace_back(std::vector{down}, inner_size_, dtype_, false);
+void PackedExperts::append(const PackedLinear& gate_up, const PackedLinear& down) {
+    const bool fits = gate_up.interleaved() && gate_up.in_features() == hidden_size_ &&
+                      gate_up.num_outputs() == inner_size_ && !down.interleaved() &&
+                      down.in_features() == inner_size_ && down.num_outputs() == hidden_size_ &&
+                      gate_up.dtype() == dtype_ && down.dtype() == dtype_;
+    if (!fits) throw std::invalid_argument("an expert has another shape or dtype than its layer");
+    gate_up_.push_back(gate_up);
+    down_.push_back(down);
 }
 
 int64_t PackedExperts::nbytes() const {

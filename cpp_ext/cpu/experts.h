@@ -14,8 +14,8 @@ class PackedExperts {
     PackedExperts(int64_t hidden_size, int64_t inner_size, DType dtype, GatedActivation gated)
         : hidden_size_(hidden_size), inner_size_(inner_size), dtype_(dtype), gated_(gated) {}
 
-    // Adds an expert: weights [inner_size, hidden_size] of gate and up, [hidden_size, inner_size] of down.
-    void append(const WeightRows& gate, const WeightRows& up, const WeightRows& down);
+    // Adds an expert: gate and up, interleaved, and down. Throws std::invalid_argument for another shape or dtype.
+    void append(const PackedLinear& gate_up, const PackedLinear& down);
 
     int64_t size() const { return static_cast<int64_t>(gate_up_.size()); }
     int64_t hidden_size() const { return hidden_size_; }

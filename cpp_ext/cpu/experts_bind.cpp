@@ -49,15 +49,7 @@ void bind_experts(nb::module_& m) {
             [](PackedExperts* self, int64_t hidden_size, int64_t inner_size, DType dtype,
                const GatedActivation& gated) { new (self) PackedExperts(hidden_size, inner_size, dtype, gated); },
             "hidden_size"_a, "inner_size"_a, "dtype"_a, "gated"_a)
-        .def(
-            "append",
-            [](PackedExperts& self, uintptr_t gate, uintptr_t up, uintptr_t down, uintptr_t gate_bias,
-               uintptr_t up_bias, uintptr_t down_bias) {
-                self.append({at<const void>(gate), self.inner_size(), at<const float>(gate_bias)},
-                            {at<const void>(up), self.inner_size(), at<const float>(up_bias)},
-                            {at<const void>(down), self.hidden_size(), at<const float>(down_bias)});
-            },
-            "gate"_a, "up"_a, "down"_a, "gate_bias"_a, "up_bias"_a, "down_bias"_a, no_gil)
+        .def("append", &PackedExperts::append, "gate_up"_a, "down"_a)
         .def("__len__", &PackedExperts::size)
         .def_prop_ro("nbytes", &PackedExperts::nbytes);
     m.def(

@@ -8,3 +8,9 @@ const swiftkv::GemmKernel swiftkv::kGemmAvx512[kNumDTypes] = {
     make_kernel<WidenedBf16Product, 12, 2>(2, true),
     make_kernel<HalfProduct, 12, 2>(1, true),
 };
+
+const swiftkv::GemmKernel swiftkv::kCachedGemmAvx512[kNumDTypes] = {
+    {},  // weights of float32 are never packed smaller
+    make_cached_kernel<WidenedBf16Product, 12, 4, 32>(2),
+    make_cached_kernel<HalfProduct, 12, 4, 32>(1),
+};

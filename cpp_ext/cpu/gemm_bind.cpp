@@ -2,7 +2,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -17,6 +20,19 @@ namespace {
 template <typename T>
 T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
+}
+
+// Addresses of codes, factors and zeros (or 0), the number of rows, and the address of their bias (or 0).
+using FourBitSource = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, uintptr_t>;
+
+FourBits four_bits_of(const std::vector<FourBitSource>& sources, const std::vector<float>& values, int64_t group_size) {
+    FourBits format{{}, group_size, !sources.empty() && std::get<2>(sources[0]) != 0};
+    if (values.size() != std::size(format.values)) throw std::invalid_argument("four bits have 16 values");
+    std::copy(values.begin(), values.end(), format.values);
+    for (const FourBitSource& source : sources)
+        if ((std::get<2>(source) != 0) != format.has_zeros)
+            throw std::invalid_argument("all sources have zeros, or none has");
+    return format;
 }
 
 std::optional<RmsNorm> norm_at(uintptr_t weight, NormWeight kind, float eps) {
@@ -54,6 +70,19 @@ void bind_gemm(nb::module_& m) {
                 new (self) PackedLinear(rows, in_features, dtype, interleave);
             },
             "sources"_a, "in_features"_a, "dtype"_a, "interleave"_a)
+        .def(
+            "__init__",
+            [](PackedLinear* self, const std::vector<FourBitSource>& sources, const std::vector<float>& values,
+               int64_t group_size, int64_t in_features, DType dtype, bool interleave) {
+                const FourBits format = four_bits_of(sources, values, group_size);
+                std::vector<FourBitRows> rows;
+                for (const auto& [codes, factors, zeros, count, bias] : sources)
+                    rows.push_back({at<const uint8_t>(codes), at<const float>(factors), at<const uint8_t>(zeros), count,
+                                    at<const float>(bias)});
+                nb::gil_scoped_release release;
+                new (self) PackedLinear(rows, format, in_features, dtype, interleave);
+            },
+            "sources"_a, "values"_a, "group_size"_a, "in_features"_a, "dtype"_a, "interleave"_a)
         .def_prop_ro("out_features", &PackedLinear::out_features)
         .def_prop_ro("in_features", &PackedLinear::in_features)
         .def_prop_ro("dtype", &PackedLinear::dtype)

@@ -10,4 +10,11 @@ const GemmKernel& gemm_kernel(Isa isa, DType dtype) {
     return isa == Isa::kAmx ? kGemmAmx : kGemmAvx512Bf16;
 }
 
+const GemmKernel& cached_gemm_kernel(Isa isa, DType dtype) {
+    const GemmKernel& kernel = gemm_kernel(isa, dtype);
+    const auto index = static_cast<int>(dtype);
+    if (&kernel == &kGemmAvx2[index]) return kCachedGemmAvx2[index];
+    return &kernel == &kGemmAvx512[index] ? kCachedGemmAvx512[index] : kernel;
+}
+
 }  // namespace swiftkv

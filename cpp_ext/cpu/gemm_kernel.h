@@ -45,9 +45,14 @@ struct GemmKernel {
 extern const GemmKernel kGemmAvx2[kNumDTypes];
 extern const GemmKernel kGemmAvx512[kNumDTypes];
 extern const GemmKernel kGemmAvx512Bf16;
+extern const GemmKernel kCachedGemmAvx2[kNumDTypes];
+extern const GemmKernel kCachedGemmAvx512[kNumDTypes];
 extern const GemmKernel kGemmAmx;
 extern const GemmKernel kGemmAmxEmulated;
 
 const GemmKernel& gemm_kernel(Isa isa, DType dtype);
+
+// The kernel for panels that are unpacked into the first-level cache, piece by piece, just before they are used.
+const GemmKernel& cached_gemm_kernel(Isa isa, DType dtype);
 
 }  // namespace swiftkv

@@ -21,27 +21,36 @@ void fetch(const char* p) {
     if constexpr (kLines > 1) __builtin_prefetch(p + 64, 0, 2);
 }
 
-template <typename Product, int kRows, int kVectors, int kLines>
+// Multiplies kVectors columns of a panel of kPanelVectors.
+template <typename Product, int kRows, int kVectors, int kLines, int kPanelVectors = kVectors>
 void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int64_t k_steps, bool first, float* sums,
                    int64_t prefetch_bytes) {
     using Activation = typename Product::Activation;
-    constexpr int kWidth = kVectors * Simd::kLanes;
+    constexpr int kWidth = kPanelVectors * Simd::kLanes;
     V acc[kRows][kVectors];
     if (first) {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::zero();
     } else {
 #pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Simd::load(sums + r * kWidth + v * Simd::kLanes);
     }
     for (int64_t k = 0; k < k_steps; ++k) {
         fetch<kVectors * Product::kVectorBytes, kLines>(panel + prefetch_bytes);
 #pragma GCC unroll 2
         for (int sub = 0; sub < Product::kSubSteps; ++sub) {
+            if constexpr (kRows == 1) {  // each vector is used once: no register need hold it
+                const auto x = Product::broadcast(a + sub * sizeof(Activation));
+#pragma GCC unroll 8
+                for (int v = 0; v < kVectors; ++v)
+                    acc[0][v] = Product::multiply_add(x, Product::weights(panel + v * Product::kVectorBytes, sub),
+                                                      acc[0][v]);
+                continue;
+            }
             decltype(Product::weights(panel, sub)) b[kVectors];
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) b[v] = Product::weights(panel + v * Product::kVectorBytes, sub);
@@ -53,11 +62,11 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
             }
         }
         a += Product::kSubSteps * sizeof(Activation);
-        panel += kVectors * Product::kVectorBytes;
+        panel += kPanelVectors * Product::kVectorBytes;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) Simd::store(sums + r * kWidth + v * Simd::kLanes, acc[r][v]);
 }
 
@@ -89,6 +98,30 @@ void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel
         multiply<Product, kMaxRows - 1, kVectors>(rows, a, a_stride_bytes, panel, k_steps, first, sums, ahead);
 }
 
+// As many columns at once as the sums of these rows leave registers for.
+template <int kRows, int kPanelVectors, int kRegisters>
+constexpr int vectors_at_once() {
+    int vectors = kPanelVectors;
+    while (kRows > 1 && vectors > 2 && (kRows + 1) * vectors >= kRegisters) vectors /= 2;
+    return vectors;
+}
+
+// Multiplies a panel that lies in the first-level cache, where it may be passed more than once: one that is wide enough
+// for a single row to have many sums at a time, because each is a chain that waits for its last product.
+template <typename Product, int kMaxRows, int kPanelVectors, int kRegisters>
+void multiply_cached(int rows, const void* a, int64_t a_stride_bytes, const void* panel, int64_t k_steps, bool first,
+                     float* sums, Prefetch ahead) {
+    constexpr int kVectors = vectors_at_once<kMaxRows, kPanelVectors, kRegisters>();
+    if (rows == kMaxRows)
+        for (int v = 0; v < kPanelVectors; v += kVectors)
+            multiply_rows<Product, kMaxRows, kVectors, 0, kPanelVectors>(
+                static_cast<const char*>(a), a_stride_bytes, static_cast<const char*>(panel) + v * Product::kVectorBytes,
+                k_steps, first, sums + v * Simd::kLanes, 0);
+    else if constexpr (kMaxRows > 1)
+        multiply_cached<Product, kMaxRows - 1, kPanelVectors, kRegisters>(rows, a, a_stride_bytes, panel, k_steps,
+                                                                         first, sums, ahead);
+}
+
 struct FloatProduct {
     using Activation = float;
     static constexpr int kSubSteps = 1;
@@ -114,19 +147,21 @@ struct WidenedBf16Product : FloatProduct {
     }
 };
 
+constexpr swiftkv::GemmKernel make_kernel(int max_rows, int vectors, int k_step, bool widen_activations,
+                                          decltype(swiftkv::GemmKernel::multiply) multiply) {
+    const int width = vectors * Simd::kLanes;
+    return {width, width, 1, k_step, k_step, max_rows, widen_activations, false, multiply,
+            {192, 384 << 10, 256 << 10, 256 << 10, 0}, nullptr};
+}
+
 template <typename Product, int kMaxRows, int kVectors>
 constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
-    return {kVectors * Simd::kLanes,
-            kVectors * Simd::kLanes,
-            1,
-            k_step,
-            k_step,
-            kMaxRows,
-            widen_activations,
-            false,
-            multiply<Product, kMaxRows, kVectors>,
-            {192, 384 << 10, 256 << 10, 256 << 10, 0},
-            nullptr};
+    return make_kernel(kMaxRows, kVectors, k_step, widen_activations, multiply<Product, kMaxRows, kVectors>);
+}
+
+template <typename Product, int kMaxRows, int kVectors, int kRegisters>
+constexpr swiftkv::GemmKernel make_cached_kernel(int k_step) {
+    return make_kernel(kMaxRows, kVectors, k_step, true, multiply_cached<Product, kMaxRows, kVectors, kRegisters>);
 }
 
 }  // namespace

@@ -70,24 +70,9 @@ int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-struct Row {
-    const char* data;  // null: zeros
-    float bias;
-};
-
-Row find_row(const std::vector<WeightRows>& sources, int64_t index, int64_t row_bytes) {
-    for (const auto& source : sources) {
-        if (index < source.rows)
-            return {static_cast<const char*>(source.data) + index * row_bytes,
-                    source.bias != nullptr ? source.bias[index] : 0.0f};
-        index -= source.rows;
-    }
-    return {nullptr, 0.0f};
-}
-
 // Writes the blocks of a panel from its rows, kTurn steps of k at a time, so that both stay in the first-level cache.
 template <typename Unit>
-void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps, const GemmKernel& kernel,
+void transpose(const std::vector<const char*>& rows, int64_t row_bytes, int64_t k_steps, const GemmKernel& kernel,
                Unit* panel) {
     constexpr int64_t kTurn = 16;
     const auto width = static_cast<int64_t>(rows.size());
@@ -101,7 +86,7 @@ void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps,
         const int64_t begin = k0 * static_cast<int64_t>(sizeof(Unit));
         const int64_t num_bytes = std::clamp<int64_t>(row_bytes - begin, 0, sizeof(units));
         for (int64_t column = 0; column < width; ++column) {
-            const char* row = rows[column].data;
+            const char* row = rows[column];  // null: zeros
             if (row == nullptr || num_bytes < static_cast<int64_t>(sizeof(units))) units.fill(0);
             if (row != nullptr) std::memcpy(units.data(), row + begin, num_bytes);
             Unit* out = panel + column / kernel.block_width * kernel.block_steps * kernel.block_width +
@@ -113,46 +98,108 @@ void transpose(const std::vector<Row>& rows, int64_t row_bytes, int64_t k_steps,
 
 }  // namespace
 
-PackedLinear::PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave)
-    : kernel_(&gemm_kernel(active_isa(), dtype)),
+template <typename Rows>
+PackedLinear::PackedLinear(const GemmKernel& kernel, const std::vector<Rows>& sources, int64_t in_features, DType dtype,
+                           bool interleave)
+    : kernel_(&kernel),
       dtype_(dtype),
       interleaved_(interleave),
       in_features_(in_features),
       out_features_(0),
-      k_steps_(ceil_div(in_features, kernel_->k_multiple) * kernel_->k_multiple / kernel_->k_step) {
+      k_steps_(ceil_div(in_features, kernel.k_multiple) * kernel.k_multiple / kernel.k_step) {
     if (in_features < 1) throw std::invalid_argument("in_features must be at least 1");
     if (interleave && (sources.size() != 2 || sources[0].rows != sources[1].rows))
         throw std::invalid_argument("interleave needs two weights of the same size: gate and up");
-    bool has_bias = false;
     for (const auto& source : sources) {
+        source_rows_.push_back(source.rows);
         out_features_ += source.rows;
-        has_bias = has_bias || source.bias != nullptr;
     }
     if (out_features_ < 1) throw std::invalid_argument("out_features must be at least 1");
     num_panels_ = ceil_div(num_outputs(), panel_outputs());
-    panel_bytes_ = k_steps_ * kernel_->panel_width * kernel_->k_step * item_size(dtype);
-    if (has_bias) bias_.resize(num_panels_ * kernel_->panel_width);
-    std::tie(arena_, panels_) = WeightArena::allocate(nbytes());
+    pack_biases(sources);
+}
+
+PackedLinear::PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave)
+    : PackedLinear(gemm_kernel(active_isa(), dtype), sources, in_features, dtype, interleave) {
+    allocate(k_steps_ * step_bytes());
     parallel_for(num_panels_, [&](int64_t begin, int64_t end, int) {
         for (int64_t i = begin; i < end; ++i) pack_panel(sources, i);
     });
 }
 
+PackedLinear::PackedLinear(const std::vector<FourBitRows>& sources, const FourBits& format, int64_t in_features,
+                           DType dtype, bool interleave)
+    : PackedLinear(cached_gemm_kernel(active_isa(), dtype), sources, in_features, dtype, interleave) {
+    if (dtype == DType::kF32) throw std::invalid_argument("weights of four bits are for layers of 16 bits");
+    const int64_t size = format.group_size;
+    if (size < 1 || size > FourBits::kMaxGroup || size % FourBits::kChunk != 0 || in_features % size != 0)
+        throw std::invalid_argument("groups must be of 32, 64, 96 or 128 inputs, and divide in_features");
+    four_bits_ = format;
+    allocate(in_features / format.group_size * format.record_bytes(kernel_->panel_width));
+    parallel_for(num_panels_, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) pack_panel(sources, i);
+    });
+}
+
+template <typename Rows>
+void PackedLinear::pack_biases(const std::vector<Rows>& sources) {
+    if (std::none_of(sources.begin(), sources.end(), [](const Rows& source) { return source.bias != nullptr; })) return;
+    const int64_t width = kernel_->panel_width;
+    bias_.resize(num_panels_ * width);
+    for (int64_t i = 0; i < num_panels_ * width; ++i) {
+        const auto [source, row] = place(i / width, i % width);
+        if (source >= 0 && sources[source].bias != nullptr) bias_[i] = sources[source].bias[row];
+    }
+}
+
+void PackedLinear::allocate(int64_t panel_bytes) {
+    panel_bytes_ = panel_bytes;
+    std::tie(arena_, panels_) = WeightArena::allocate(nbytes());
+}
+
+PackedLinear::Place PackedLinear::place(int64_t panel, int64_t column) const {
+    const int64_t output = panel * panel_outputs() + column % panel_outputs();
+    if (output >= num_outputs()) return {-1, 0};
+    int64_t row = output + (column >= panel_outputs() ? num_outputs() : 0);  // up follows gate
+    int64_t source = 0;
+    while (row >= source_rows_[source]) row -= source_rows_[source++];
+    return {source, row};
+}
+
 void PackedLinear::pack_panel(const std::vector<WeightRows>& sources, int64_t panel) {
     const int64_t row_bytes = in_features_ * item_size(dtype_);
-    const int64_t width = kernel_->panel_width;
-    std::vector<Row> rows(width);
-    for (int64_t column = 0; column < width; ++column) {
-        const int64_t output = panel * panel_outputs() + column % panel_outputs();
-        const int64_t source_offset = column >= panel_outputs() ? num_outputs() : 0;  // up follows gate
-        rows[column] = output < num_outputs() ? find_row(sources, source_offset + output, row_bytes) : Row{};
-        if (!bias_.empty()) bias_[panel * width + column] = rows[column].bias;
-    }
+    std::vector<const char*> rows(kernel_->panel_width);
+    for (int64_t column = 0; column < kernel_->panel_width; ++column)
+        if (const auto [source, row] = place(panel, column); source >= 0)
+            rows[column] = static_cast<const char*>(sources[source].data) + row * row_bytes;
     char* out = panels_ + panel * panel_bytes_;
     if (kernel_->k_step * item_size(dtype_) == 4)
         transpose(rows, row_bytes, k_steps_, *kernel_, reinterpret_cast<uint32_t*>(out));
     else
         transpose(rows, row_bytes, k_steps_, *kernel_, reinterpret_cast<uint16_t*>(out));
+}
+
+void PackedLinear::pack_panel(const std::vector<FourBitRows>& sources, int64_t panel) {
+    const int64_t num_groups = in_features_ / four_bits_->group_size;
+    std::vector<FourBitRow> rows(kernel_->panel_width);
+    for (int64_t column = 0; column < kernel_->panel_width; ++column)
+        if (const auto [i, row] = place(panel, column); i >= 0) {
+            const FourBitRows& source = sources[i];
+            rows[column] = {source.codes + row * in_features_, source.factors + row * num_groups,
+                            source.zeros == nullptr ? nullptr : source.zeros + row * num_groups};
+        }
+    pack_four_bits(*four_bits_, rows.data(), kernel_->panel_width, num_groups, panels_ + panel * panel_bytes_);
+}
+
+int64_t PackedLinear::unpackable_steps(int64_t most) const {
+    const int64_t group_steps = four_bits_->group_size / kernel_->k_step;
+    return std::max<int64_t>(1, most / group_steps) * group_steps;
+}
+
+void PackedLinear::unpack(int64_t panel, int64_t begin, int64_t count, char* out) const {
+    const int64_t group_steps = four_bits_->group_size / kernel_->k_step;
+    unpack_four_bits(*four_bits_, panels_ + panel * panel_bytes_, begin / group_steps, (begin + count) / group_steps,
+                     *kernel_, dtype_, out);
 }
 
 }  // namespace swiftkv

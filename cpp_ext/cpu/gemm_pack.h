@@ -2,15 +2,26 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "dtype.h"
+#include "four_bits.h"
 #include "gemm_kernel.h"
 
 namespace swiftkv {
 
 struct WeightRows {
     const void* data;  // [rows, in_features], contiguous
+    int64_t rows;
+    const float* bias;  // [rows], or null
+};
+
+// Rows of weights of four bits; see FourBits.
+struct FourBitRows {
+    const uint8_t* codes;  // [rows, in_features]
+    const float* factors;  // [rows, groups]
+    const uint8_t* zeros;  // [rows, groups], or null
     int64_t rows;
     const float* bias;  // [rows], or null
 };
@@ -24,28 +35,58 @@ class PackedLinear {
     // and up, and each panel holds as many rows of one as of the other, so that an epilogue sees both.
     PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave);
 
+    // Does the same with weights of four bits, which stay so in memory. Results are those of the unpacked weights, bit
+    // for bit. Groups of all sources are of one size, which divides in_features. The dtype is not float32.
+    PackedLinear(const std::vector<FourBitRows>& sources, const FourBits& format, int64_t in_features, DType dtype,
+                 bool interleave);
+
     int64_t out_features() const { return out_features_; }
     int64_t in_features() const { return in_features_; }
     DType dtype() const { return dtype_; }
     bool interleaved() const { return interleaved_; }
-    int64_t nbytes() const { return num_panels_ * panel_bytes_; }
+    int64_t nbytes() const { return num_panels_ * panel_bytes_; }  // biases do not count
 
     const GemmKernel& kernel() const { return *kernel_; }
     int64_t num_panels() const { return num_panels_; }
-    int64_t panel_bytes() const { return panel_bytes_; }
+    // The bytes of a panel for one step of k, as the kernel reads it.
+    int64_t step_bytes() const { return kernel_->panel_width * kernel_->k_step * item_size(dtype_); }
     int64_t k_steps() const { return k_steps_; }
     // The number of result columns that a panel yields: half its width if interleaved.
     int64_t panel_outputs() const { return interleaved_ ? kernel_->panel_width / 2 : kernel_->panel_width; }
     int64_t num_outputs() const { return interleaved_ ? out_features_ / 2 : out_features_; }
-    const char* panel(int64_t i) const { return panels_ + i * panel_bytes_; }
+    bool is_unpacked() const { return !four_bits_; }
+    // Where steps of k from `begin` on lie in an unpacked panel.
+    const char* steps(int64_t panel, int64_t begin) const {
+        return panels_ + panel * panel_bytes_ + begin * step_bytes();
+    }
+    // Returns the largest number of steps, at most `most` if there is one, that can be unpacked at a time.
+    int64_t unpackable_steps(int64_t most) const;
+    // Writes `count` steps from `begin` on, both multiples of unpackable_steps() or up to the last one, to `out`.
+    void unpack(int64_t panel, int64_t begin, int64_t count, char* out) const;
     const float* panel_bias(int64_t i) const {
         return bias_.empty() ? nullptr : bias_.data() + i * kernel_->panel_width;
     }
 
   private:
+    // The row of a source that is an output; a panel's columns beyond the last output have none.
+    struct Place {
+        int64_t source;  // -1: none
+        int64_t row;
+    };
+
+    template <typename Rows>
+    PackedLinear(const GemmKernel& kernel, const std::vector<Rows>& sources, int64_t in_features, DType dtype,
+                 bool interleave);
+    template <typename Rows>
+    void pack_biases(const std::vector<Rows>& sources);
+    void allocate(int64_t panel_bytes);
+    Place place(int64_t panel, int64_t column) const;
     void pack_panel(const std::vector<WeightRows>& sources, int64_t panel);
+    void pack_panel(const std::vector<FourBitRows>& sources, int64_t panel);
 
     const GemmKernel* kernel_;
+    std::optional<FourBits> four_bits_;
+    std::vector<int64_t> source_rows_;
     DType dtype_;
     bool interleaved_;
     int64_t in_features_;

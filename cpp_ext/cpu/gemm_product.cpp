@@ -28,6 +28,9 @@ constexpr int64_t kFewBlocksPiece = 8 << 10;  // bytes
 constexpr int64_t kFewBlocksAhead = 512;      // bytes
 constexpr int64_t kBlockAhead = 1 << 10;      // bytes, if there is one block of rows
 
+// Unpacked weights stay in the first-level cache until all rows of a tile have used them.
+constexpr int64_t kUnpackedPiece = FourBits::kMaxGroup * kMaxWidth * 2;  // bytes
+
 constexpr int64_t kBypassRows = 32;    // rows of a block
 constexpr int64_t kBypassWidth = 128;  // bytes
 
@@ -50,7 +53,7 @@ Product::Product(const PackedLinear& weights, Activations activations, int64_t r
       kernel_(weights.kernel()),
       activations_(activations),
       blocks_(kernel_, rows),
-      step_bytes_(weights.panel_bytes() / weights.k_steps()),
+      step_bytes_(weights.step_bytes()),
       finish_(elementwise_kernels(active_isa()).finish[static_cast<int>(epilogue)][static_cast<int>(out_dtype)]),
       gated_(gated),
       out_(static_cast<char*>(out)),
@@ -99,7 +102,7 @@ Product::Schedule Product::schedule() const {
     const Blocking& blocking = kernel_.blocking;
     const int64_t piece = activations_.interleaved ? blocking.interleaved_piece_bytes : blocking.piece_bytes;
     const Schedule many{rows_per_tile(weights_, activations_) / kernel_.max_rows, piece, piece, line_panels()};
-    if (all == 1) return {all, weights_.panel_bytes(), has_blocks() ? kBlockAhead : kStepsAhead};
+    if (all == 1) return {all, weights_.k_steps() * step_bytes_, has_blocks() ? kBlockAhead : kStepsAhead};
     if (has_blocks()) return all <= kFewBlocks ? Schedule{all, kFewBlocksPiece, kFewBlocksAhead} : many;
     if (all == 2) return {all, kStreamedPiece, kStepsAhead};
     if (all == 3) return {all, kStreamedPiece, kStreamedPiece};
@@ -125,15 +128,20 @@ void Product::run_tile(const Tile& tile, const Schedule& plan) const {
     const int64_t num_blocks = tile.block_end - tile.block_begin;
     const int64_t block_sums = kernel_.max_rows * kernel_.panel_width;
     const int64_t panel_sums = num_blocks * block_sums;
-    const int64_t piece = plan.piece_bytes / step_bytes_;
+    alignas(kCacheLine) char unpacked[kUnpackedPiece];
+    const bool unpacks = !weights_.is_unpacked();
+    const int64_t piece =
+        unpacks ? weights_.unpackable_steps(kUnpackedPiece / step_bytes_) : plan.piece_bytes / step_bytes_;
     for (int64_t panel = tile.panel_begin; panel < tile.panel_end; ++panel)
         for (int64_t k = 0; k < weights_.k_steps(); k += piece) {
             const int64_t steps = std::min(piece, weights_.k_steps() - k);
             const bool complete = k + steps == weights_.k_steps();
+            if (unpacks) weights_.unpack(panel, k, steps, unpacked);
+            const char* weights = unpacks ? unpacked : weights_.steps(panel, k);
             for (int64_t i = 0; i < num_blocks; ++i) {
                 float* first_sums = sums + i * block_sums;
-                multiply(panel, tile.block_begin + i, k, steps, first_sums + (panel - tile.panel_begin) * panel_sums,
-                         prefetch(i, num_blocks, plan.ahead_bytes));
+                multiply(weights, tile.block_begin + i, k, steps, first_sums + (panel - tile.panel_begin) * panel_sums,
+                         unpacks ? Prefetch{} : prefetch(i, num_blocks, plan.ahead_bytes));
                 if (complete && plan.line_panels == 0) finish(panel, tile.block_begin + i, first_sums);
             }
         }
@@ -142,15 +150,14 @@ void Product::run_tile(const Tile& tile, const Schedule& plan) const {
             finish_past_caches(tile, tile.block_begin + i, sums + i * block_sums, panel_sums);
 }
 
-void Product::multiply(int64_t panel, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
+void Product::multiply(const char* weights, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
     const int64_t rows = blocks_.size(block);
     const bool interleaved = activations_.interleaved;
     const int64_t step_bytes = kernel_.k_step * (kernel_.widen_activations ? 4 : item_size(weights_.dtype()));
     kernel_.multiply(static_cast<int>(rows),
                      activations_.data + blocks_.begin(block) * activations_.stride_bytes +
                          k * step_bytes * (interleaved ? rows : 1),
-                     interleaved ? kCacheLine : activations_.stride_bytes, weights_.panel(panel) + k * step_bytes_,
-                     steps, k == 0, sums, ahead);
+                     interleaved ? kCacheLine : activations_.stride_bytes, weights, steps, k == 0, sums, ahead);
 }
 
 // With few blocks of rows, the first fetches for all: it waits for memory anyway. With more, memory would be idle while

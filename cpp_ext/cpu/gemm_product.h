@@ -43,7 +43,7 @@ class Product {
     Schedule schedule() const;
     int64_t line_panels() const;
     void run_tile(const Tile& tile, const Schedule& plan) const;
-    void multiply(int64_t panel, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const;
+    void multiply(const char* weights, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const;
     Prefetch prefetch(int64_t i, int64_t num_blocks, int64_t bytes) const;
     void finish(int64_t panel, int64_t block, const float* sums) const;
     void finish_past_caches(const Tile& tile, int64_t block, const float* sums, int64_t panel_sums) const;

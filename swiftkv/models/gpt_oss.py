@@ -1,7 +1,7 @@
 """gpt-oss: window layers in turn with full ones, sinks in all of them, and experts in every layer.
 
 Checkpoints store a layer's experts as one tensor a matrix, transposed, gate and up in turn; the published ones store
-the matrices in MXFP4, and they are served unpacked. This file imports no torch, so that `swiftkv plan` answers at once.
+the matrices in MXFP4, which stay so on the CPU. This file imports no torch, so that `swiftkv plan` answers at once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from swiftkv.models.hf_config import HFConfig, mistakes_in, read_known_keys
 from swiftkv.models.moe import MoeConfig
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import RankSlices, Weight
+from swiftkv.progress import PROGRESS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from swiftkv.kernels.four_bits import FourBitMatrix
     from swiftkv.models.loader import Packer
 
 _YARN = {
@@ -145,11 +147,11 @@ def _experts(packer: Packer, prefix: str) -> Iterator[ExpertWeights]:
         )
 
 
-def _matrices(packer: Packer, name: str) -> Iterator[Tensor]:
+def _matrices(packer: Packer, name: str) -> Iterator[Tensor | FourBitMatrix]:
     """Yield this rank's part of each expert's matrix [outputs, inputs], however the checkpoint stores it."""
     if not packer.files.has(f"{name}_blocks"):
-        for matrix in packer.tensor(name):  # [inputs, outputs]
-            yield matrix.t().contiguous()
+        for transposed in packer.tensor(name):  # [inputs, outputs]
+            yield transposed.t().contiguous()
         return
     from swiftkv.models import mxfp4
 
@@ -160,8 +162,16 @@ def _matrices(packer: Packer, name: str) -> Iterator[Tensor]:
     scales = packer.files.get_bytes(f"{name}_scales", (count, num_outputs, groups))
     _, inputs, *outputs = weight.part
     rows = outputs[0] if outputs else slice(None)
+    here_groups = slice(inputs.start // mxfp4.GROUP, inputs.stop // mxfp4.GROUP)
+    are_whole = inputs.start % mxfp4.GROUP == inputs.stop % mxfp4.GROUP == 0
     for index in range(count):
-        here = blocks[index][rows].to(packer.device), scales[index][rows].to(packer.device)
-        yield mxfp4.unpack(*here, packer.dtype)[:, inputs].contiguous()
+        block, scale = blocks[index][rows].to(packer.device), scales[index][rows].to(packer.device)
+        matrix: Tensor | FourBitMatrix
+        if are_whole and packer.ops.keeps_four_bits(packer.dtype):
+            matrix = mxfp4.four_bits(block[:, here_groups], scale[:, here_groups], packer.dtype)
+        else:
+            matrix = mxfp4.unpack(block, scale, packer.dtype)[:, inputs].contiguous()
+        PROGRESS.loads(matrix.nbytes)
+        yield matrix
     for stored in ("blocks", "scales"):
         packer.files.forget(f"{name}_{stored}")

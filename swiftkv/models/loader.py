@@ -19,6 +19,7 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation, PackedExperts
+from swiftkv.kernels.four_bits import FourBitMatrix
 from swiftkv.kernels.ops import AnyOps, PackedLinear
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
@@ -141,7 +142,7 @@ class Packer:
         """Pack modules of the checkpoint, with their declared biases, as one linear layer."""
         names = [f"{module}.weight" for module in modules]
         packed: PackedLinear = self.ops.pack_linear(
-            [self.tensor(name) for name in names],
+            [self.matrix(name) for name in names],
             [self.tensor(f"{module}.bias") if f"{module}.bias" in self.weights else None for module in modules],
             interleave,
         )
@@ -172,8 +173,19 @@ class Packer:
     def _each(self, modules: Sequence[ExpertModules]) -> Iterator[ExpertWeights]:
         for expert in modules:
             names = [f"{module}.weight" for module in (expert.gate, expert.up, expert.down)]
-            yield ExpertWeights(*(self.tensor(name) for name in names))
+            gate, up, down = map(self.matrix, names)
+            yield ExpertWeights(gate, up, down)
             self._forget(names)
+
+    def matrix(self, name: str) -> Tensor | FourBitMatrix:
+        """Return this rank's part of a matrix; if it is stored in four bits and kernels keep them, it stays so."""
+        weight = self.weights[name]
+        quantized = self._quantized(weight, name) if self.ops.keeps_four_bits(self.dtype) else None
+        here = None if quantized is None else self._here(weight, quantized).four_bits(_columns(weight), self.dtype)
+        if here is None or here.shape != weight.part_shape:
+            return self.tensor(name)
+        PROGRESS.loads(here.nbytes)
+        return here
 
     def tensor(self, name: str) -> Tensor:
         """Return this rank's part of a tensor: a view of the mapped file if dtype and device are the same."""
@@ -186,25 +198,32 @@ class Packer:
 
     def _stored(self, name: str) -> Tensor:
         weight = self.weights[name]
-        packed = self._packed(weight)
-        source, shape = (self._stored_name(name), weight.shape) if packed is None else (packed.name, packed.shape)
-        quantized = self.files.quantized(source, shape, 1 if packed is None else packed.num_shards, self.qweights)
+        quantized = self._quantized(weight, name)
         if quantized is None:
-            whole = self.files.get(source, shape)
+            packed = self._packed(weight)
+            whole = self.files.get(*self._source(weight, name))
             stored = (whole if packed is None else packed.of(whole))[weight.part]
         else:
-            stored = self._unpacked(weight, quantized)
+            stored = self._here(weight, quantized).unpack(_columns(weight), self.dtype)
         PROGRESS.loads(stored.numel() * self.dtype.itemsize)
         return stored
 
-    def _unpacked(self, weight: Weight, matrix: QuantizedMatrix) -> Tensor:
-        """Return this rank's part of a quantized weight, on the model's device, and no other."""
+    def _quantized(self, weight: Weight, name: str) -> QuantizedMatrix | None:
         packed = self._packed(weight)
-        columns = weight.part[1] if len(weight.part) > 1 else slice(None)
-        here = matrix.with_rows(
+        num_shards = 1 if packed is None else packed.num_shards
+        return self.files.quantized(*self._source(weight, name), num_shards, self.qweights)
+
+    def _source(self, weight: Weight, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return name and shape of the tensor that a weight is stored in."""
+        packed = self._packed(weight)
+        return (self._stored_name(name), weight.shape) if packed is None else (packed.name, packed.shape)
+
+    def _here(self, weight: Weight, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """Return this rank's rows of a quantized weight, on the model's device, and no other."""
+        packed = self._packed(weight)
+        return matrix.with_rows(
             lambda rows: (rows if packed is None else packed.of(rows))[weight.part[:1]].to(self.device)
         )
-        return here.unpack(columns, self.dtype)
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return the place of a weight inside another tensor, if the checkpoint stores it there."""
@@ -237,6 +256,10 @@ class Packer:
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
         """Return the rotary table of `cos_sin_table` for every position that the model serves."""
         return cos_sin_table(rope, head_dim, self.max_model_len).to(self.device)
+
+
+def _columns(weight: Weight) -> slice:
+    return weight.part[1] if len(weight.part) > 1 else slice(None)
 
 
 def load_decoder(

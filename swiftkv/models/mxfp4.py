@@ -10,10 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swiftkv.kernels.four_bits import FourBitMatrix
+
 GROUP = 32
 """Elements that share a scale; two of them are in a byte, the first in its lower half."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
 _SCALE_BIAS = 127
+
+
+def four_bits(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> FourBitMatrix:
+    """Return the same numbers as `unpack`, still in four bits."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # [rows, groups * GROUP]
+    return FourBitMatrix(codes, torch.exp2(scales.float() - _SCALE_BIAS), None, _VALUES, dtype)
 
 
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -22,7 +31,7 @@ def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     Every product of an element and a scale is exact in bfloat16 and float32. A byte is looked up as two numbers.
     """
     exact = torch.float32 if dtype == torch.float16 else dtype
-    values = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=exact, device=blocks.device)
+    values = torch.tensor(_VALUES, dtype=exact, device=blocks.device)
     of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # [256, 2]
     numbers = F.embedding(blocks.int(), of_byte).flatten(-2)  # [rows, groups, GROUP]
     powers = torch.exp2(scales.float() - _SCALE_BIAS).to(exact)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError
+from swiftkv.kernels.four_bits import FourBitMatrix, kernel_group_size
 from swiftkv.models.quantization import BLOCK, QuantizedTensors
 
 _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -31,11 +33,34 @@ class QuantizedMatrix:
     factors: Tensor  # float32 [rows, groups]
     zeros: Tensor | None  # [rows, groups]
     group: Tensor  # int64 [columns], the group of each column, on the CPU
+    code_bits: int | None  # numbers are integers from 0 on, of so many bits; None: they are others
 
     def with_rows(self, of_rows: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
         """Return the matrix with other rows, or on another device, by what makes them of these rows' tensors."""
         zeros = None if self.zeros is None else of_rows(self.zeros)
         return replace(self, numbers=of_rows(self.numbers), factors=of_rows(self.factors), zeros=zeros)
+
+    def four_bits(self, columns: slice, dtype: torch.dtype) -> FourBitMatrix | None:
+        """Return these columns of the rows; `None` if their numbers or groups are not such as kernels take."""
+        in_order = _groups_in_order(self.group[columns])
+        if self.code_bits is None or self.code_bits > 4 or in_order is None:
+            return None
+        group_size = len(self.group[columns]) // (in_order.stop - in_order.start)
+        kernel_group = kernel_group_size(group_size)
+        if kernel_group is None:
+            return None
+        numbers = self.numbers if self.bits is None else along_rows(self.numbers, self.bits)
+        of_groups = partial(_repeated, groups=in_order, times=group_size // kernel_group)
+        values, zeros = torch.arange(16.0), self.zeros
+        if zeros is not None and (zeros == zeros[0, 0]).all():
+            values, zeros = values - zeros[0, 0], None
+        return FourBitMatrix(
+            codes=numbers[:, : len(self.group)][:, columns].contiguous(),  # the last word may not be full
+            factors=of_groups(self.factors),
+            zeros=None if zeros is None else of_groups(zeros).to(torch.uint8),
+            values=tuple(values.tolist()),
+            dtype=dtype,
+        )
 
     def unpack(self, columns: slice, dtype: torch.dtype) -> Tensor:
         """Return these columns of the rows, rounded from float32 to `dtype`."""
@@ -55,6 +80,11 @@ class QuantizedMatrix:
                     operate(by_group, values[rows, in_order].unsqueeze(-1))
             unpacked[rows] = weights
         return unpacked
+
+
+def _repeated(of_groups: Tensor, groups: slice, times: int) -> Tensor:
+    """Return these groups' columns of [rows, groups], each as often as a group has parts for kernels."""
+    return of_groups[:, groups].repeat_interleave(times, dim=1)
 
 
 def _groups_in_order(group: Tensor) -> slice | None:
@@ -87,6 +117,7 @@ def quantized_matrix(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor
         factors=factors,
         zeros=_symmetric(stored, factors) if stored.zeros is None else _zeros(stored, tensor_of(stored.zeros)),
         group=_groups(stored, tensor_of, factors.shape[1], group_size),
+        code_bits=None if stored.form == "numbers" else stored.bits,
     )
 
 

@@ -200,6 +200,7 @@ def test_mxfp4_is_unpacked_as_transformers_does(dtype: torch.dtype) -> None:
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [experts, inputs, outputs]
     for index in range(len(blocks)):
         assert torch.equal(mxfp4.unpack(blocks[index], scales[index], dtype), theirs[index].t())
+        assert torch.equal(mxfp4.four_bits(blocks[index], scales[index], dtype).unpack(), theirs[index].t())
 
 
 def to_mxfp4(directory: Path) -> dict[str, torch.Tensor]:
@@ -220,7 +221,8 @@ def to_mxfp4(directory: Path) -> dict[str, torch.Tensor]:
     return unpacked
 
 
-def test_a_checkpoint_in_mxfp4_is_the_one_that_it_unpacks_to(ops: AnyOps, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_checkpoint_in_mxfp4_is_the_one_that_it_unpacks_to(dtype: torch.dtype, ops: AnyOps, tmp_path: Path) -> None:
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     for directory in (packed, plain):
         make_checkpoint(directory, "gpt_oss")
@@ -228,7 +230,7 @@ def test_a_checkpoint_in_mxfp4_is_the_one_that_it_unpacks_to(ops: AnyOps, tmp_pa
     logits = []
     for directory in (packed, plain):
         config = read_config(directory)
-        decoder = load_decoder(config, MappedWeights(directory), torch.float32, "cpu", 128, ops=ops)
+        decoder = load_decoder(config, MappedWeights(directory), dtype, "cpu", 128, ops=ops)
         logits.append(PagedRunner(decoder).run(PROMPTS, (1000,))["prompt"])
     assert torch.equal(*logits)
 

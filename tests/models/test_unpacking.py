@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from swiftkv.kernels.dispatch import cpu_ops
+from swiftkv.kernels.four_bits import FourBitMatrix
+from swiftkv.kernels.four_bits import unpacked as unpacked_matrix
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.loader import MappedWeights, Packer
 from swiftkv.models.quantization import QWeights
@@ -166,6 +169,48 @@ def test_a_quantized_checkpoint_is_the_one_that_it_unpacks_to(
     store_projections(tmp_path, store)
     rewrite_config(tmp_path, quantization_config=quantization)
     assert torch.equal(logits_of(tmp_path, ops), logits_of(tmp_path / "plain", ops))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("arch", "store", "quantization", "stays"),
+    [
+        ("qwen3", storing(as_gptq), GPTQ, "all"),
+        (
+            "llama",
+            storing(as_gptq_v2, bits=2, symmetric=False),
+            GPTQ | {"checkpoint_format": "gptq_v2", "bits": 2},
+            "all",
+        ),
+        ("llama", storing(as_gptq_v2, shuffled=True), GPTQ | {"checkpoint_format": "gptq_v2"}, "none"),
+        ("mistral", mixed, GPTQ, "some"),
+        ("qwen3_moe", storing(as_awq, symmetric=False), AWQ, "some"),
+        ("gemma3", storing(as_packed, group_size=10**9, symmetric=False), PACKED, "all"),
+        ("llama", storing(as_packed, group_size=16), PACKED, "none"),
+        ("llama", storing(as_packed, bits=8), PACKED, "none"),
+    ],
+)
+def test_four_bits_stay_so_on_the_cpu(
+    arch: str, store: Any, quantization: dict[str, Any], stays: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The logits are those of the unpacked checkpoint, and each rank's part of each matrix is what it unpacks to."""
+    make_checkpoint(tmp_path, arch, **SHAPE)
+    store_projections(tmp_path, store)
+    rewrite_config(tmp_path, quantization_config=quantization)
+    ops = cpu_ops()
+    assert torch.equal(logits_of(tmp_path, ops, dtype), logits_of(tmp_path / "plain", ops, dtype))
+    config = read_config(tmp_path)
+    for rank, num_ranks in ((0, 1), (1, 2)):
+        weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, rank, num_ranks))
+        files = MappedWeights(tmp_path)
+        packer = Packer(weights, files, ops, dtype, torch.device("cpu"), 128, None, config.qweights)
+        projections = [name for name in weights if name.endswith("_proj.weight")]
+        matrices = {name: packer.matrix(name) for name in projections}
+        kept = sum(isinstance(matrix, FourBitMatrix) for matrix in matrices.values())
+        if num_ranks == 1:
+            assert ("none" if kept == 0 else "all" if kept == len(projections) else "some") == stays
+        for name, matrix in matrices.items():
+            assert torch.equal(unpacked_matrix(matrix), packer.tensor(name))
 
 
 def test_a_head_and_an_embedding_may_be_quantized(ops: AnyOps, tmp_path: Path) -> None:

@@ -138,9 +138,9 @@ def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def logits_of(directory: Path, ops: AnyOps) -> Tensor:
+def logits_of(directory: Path, ops: AnyOps, dtype: torch.dtype = torch.float32) -> Tensor:
     config = read_config(directory)
     weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, 1))
     check_tensors(directory, weights, config.qweights)
-    decoder = load_decoder(config, MappedWeights(directory), torch.float32, "cpu", 128, ops=ops)
+    decoder = load_decoder(config, MappedWeights(directory), dtype, "cpu", 128, ops=ops)
     return PagedRunner(decoder).run(PROMPTS, (1000,))["prompt"]

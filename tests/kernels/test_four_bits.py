@@ -1,0 +1,171 @@
+"""Layers whose weights stay in four bits, against the same layers unpacked: equal bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftkv import _cpu
+from swiftkv.kernels import cpu, reference
+from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights
+from swiftkv.kernels.four_bits import FourBitMatrix, kernel_group_size
+from swiftkv.kernels.ops import PackedMlp
+from tests.support.instruction_sets import MODEL_OF_TILES, PYTEST, in_subprocess
+
+ISAS = ("avx2", "avx512", "avx512_bf16", "amx")
+DTYPES = (torch.bfloat16, torch.float16)
+EPS = 1e-6
+INTEGERS = tuple(float(i) for i in range(16))
+CENTRED = tuple(float(i - 8) for i in range(16))
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 33, 100)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = _cpu.num_threads()
+    cpu.set_num_threads(2)
+    torch.manual_seed(0)
+    yield
+    cpu.set_num_threads(before)
+
+
+def draw(
+    n: int, k: int, group_size: int, dtype: torch.dtype, values: tuple[float, ...] = INTEGERS, *, zeros: bool = True
+) -> FourBitMatrix:
+    groups = k // group_size
+    return FourBitMatrix(
+        codes=torch.randint(0, 16, (n, k), dtype=torch.uint8),
+        factors=torch.randn(n, groups) * k**-0.5,  # their products are rounded, up and down
+        zeros=torch.randint(0, 16, (n, groups), dtype=torch.uint8) if zeros else None,
+        values=values,
+        dtype=dtype,
+    )
+
+
+def exact(matrix: FourBitMatrix) -> Tensor:
+    """Return the weights of a matrix one by one, rounded once from float64: a product of float32 has more digits."""
+    rows = []
+    for i, codes in enumerate(matrix.codes.tolist()):
+        row = []
+        for j, code in enumerate(codes):
+            zero = 0 if matrix.zeros is None else int(matrix.zeros[i, j // matrix.group_size])
+            factor = matrix.factors[i, j // matrix.group_size].item()
+            row.append((matrix.values[code] - zero) * factor)
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64).float().to(matrix.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("values", [INTEGERS, MXFP4])
+def test_unpacked_weights_are_codes_less_zeros_times_factors(values: tuple[float, ...], dtype: torch.dtype) -> None:
+    for zeros in (False, True):
+        matrix = draw(5, 96, 32, dtype, values, zeros=zeros)
+        assert torch.equal(matrix.unpack(), exact(matrix))
+        assert torch.equal(matrix[1::2].unpack(), exact(matrix)[1::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "k", "group_size"), [(1, 32, 32), (7, 128, 128), (64, 192, 96), (65, 256, 64), (200, 1024, 128)]
+)
+def test_linear_is_that_of_the_unpacked_weights(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    for matrix in (
+        draw(n, k, group_size, dtype),
+        draw(n, k, group_size, dtype, CENTRED, zeros=False),
+        draw(n, k, group_size, dtype, MXFP4, zeros=False),
+    ):
+        bias = torch.randn(n, dtype=dtype)
+        packed, plain = cpu.pack_linear([matrix], [bias]), cpu.pack_linear([matrix.unpack()], [bias])
+        for rows in ROWS:
+            x, norm = torch.randn(rows, k, dtype=dtype), torch.randn(k, dtype=dtype)
+            assert torch.equal(cpu.linear(x, packed), cpu.linear(x, plain))
+            assert torch.equal(cpu.norm_linear(x, norm, EPS, packed), cpu.norm_linear(x, norm, EPS, plain))
+            assert torch.equal(cpu.logits(x, packed), cpu.logits(x, plain))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_mlp_is_that_of_the_unpacked_weights(dtype: torch.dtype) -> None:
+    hidden, inner = 128, 96 + 32
+    parts = [draw(inner, hidden, 64, dtype), draw(inner, hidden, 64, dtype), draw(hidden, inner, 32, dtype)]
+    norm = torch.randn(hidden, dtype=dtype)
+
+    def mlp(
+        gate: Tensor | FourBitMatrix, up: Tensor | FourBitMatrix, down: Tensor | FourBitMatrix
+    ) -> PackedMlp[cpu.PackedLinear]:
+        return PackedMlp(norm, EPS, cpu.pack_linear([gate, up], interleave=True), cpu.pack_linear([down]), SILU)
+
+    for rows in (*ROWS, 300):
+        x = torch.randn(rows, hidden, dtype=dtype)
+        wanted = cpu.gated_mlp(x, mlp(*(part.unpack() for part in parts)))
+        assert torch.equal(cpu.gated_mlp(x, mlp(*parts)), wanted)
+        added = x.clone()
+        cpu.add_gated_mlp(added, mlp(*parts))
+        plainly = x.clone()
+        cpu.add_gated_mlp(plainly, mlp(*(part.unpack() for part in parts)))
+        assert torch.equal(added, plainly)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_are_packed_together_stay_in_four_bits_if_all_are_of_one_format(dtype: torch.dtype) -> None:
+    k = 128
+    like = draw(48, k, 64, dtype)
+    x = torch.randn(9, k, dtype=dtype)
+    for other, stays in (
+        (draw(20, k, 64, dtype), True),
+        (draw(20, k, 32, dtype), False),
+        (draw(20, k, 64, dtype, CENTRED), False),
+        (draw(20, k, 64, dtype, zeros=False), False),
+        (draw(20, k, 64, dtype).unpack(), False),
+    ):
+        packed = cpu.pack_linear([like, other])
+        plain = [w.unpack() if isinstance(w, FourBitMatrix) else w for w in (like, other)]
+        assert (packed.nbytes < cpu.pack_linear(plain).nbytes) == stays
+        assert torch.equal(cpu.linear(x, packed), cpu.linear(x, cpu.pack_linear(plain)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_of_which_some_are_in_four_bits(dtype: torch.dtype) -> None:
+    hidden, inner, count = 96, 160, 5
+    drawn = [
+        [draw(n, k, 32, dtype) for n, k in ((inner, hidden), (inner, hidden), (hidden, inner))] for _ in range(count)
+    ]
+    plain = [ExpertWeights(*(w.unpack() for w in weights)) for weights in drawn]
+    some = [ExpertWeights(*weights) if i % 2 else plain[i] for i, weights in enumerate(drawn)]
+    for rows in (1, 4, 70):
+        x = torch.randn(rows, hidden, dtype=dtype)
+        choices = Choices(torch.randint(0, count, (rows, 2), dtype=torch.int32), torch.rand(rows, 2))
+        results = []
+        for experts in (plain, some):
+            out = torch.zeros_like(x)
+            cpu.add_experts(x, choices, cpu.pack_experts(ExpertLayer(count, SILU, iter(experts))), out)
+            results.append(out)
+        assert torch.equal(*results)
+    for part in (reference.pack_experts(ExpertLayer(count, SILU, iter(experts))) for experts in (plain, some)):
+        assert torch.equal(part.gate_up, torch.stack([torch.cat((w.unpack(), v.unpack())) for w, v, _ in drawn]))
+        assert torch.equal(part.down, torch.stack([w.unpack() for _, _, w in drawn]))
+
+
+def test_groups_that_kernels_take() -> None:
+    sizes = (16, 32, 48, 64, 96, 128, 160, 256, 384, 4096)
+    assert [kernel_group_size(size) for size in sizes] == [None, 32, None, 64, 32, 128, 32, 128, 128, 128]
+    matrix = draw(4, 80, 16, torch.bfloat16)
+    with pytest.raises(ValueError, match="32, 64, 96 or 128 inputs"):
+        cpu.pack_linear([matrix])
+
+
+def test_a_row_of_four_bits_takes_about_a_quarter_of_the_bytes() -> None:
+    matrix = draw(256, 1024, 128, torch.bfloat16)
+    packed = cpu.pack_linear([matrix])
+    assert packed.nbytes == matrix.nbytes
+    assert matrix.nbytes == 256 * (1024 // 2 + 8 * (4 + 1))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("isa", [*ISAS[: ISAS.index(_cpu.isa())], pytest.param("amx_emulated", marks=MODEL_OF_TILES)])
+def test_other_instruction_sets(isa: str) -> None:
+    done = in_subprocess(isa, *PYTEST, "-k", "not instruction_set", __file__)
+    assert done.returncode == 0, done.stdout + done.stderr
