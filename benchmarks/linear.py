@@ -1,4 +1,4 @@
-"""Linear layers beside oneDNN's prepacked ones, over the distinct weights of a whole model.
+"""Linear layers, and those of four-bit weights, beside oneDNN's prepacked ones, over the weights of a whole model.
 
     python benchmarks/linear.py                      # bfloat16, a 28-layer model of hidden size 1024, 2 threads
     python benchmarks/linear.py --rows 1 512 --dtype float32 --threads 1
@@ -12,12 +12,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv.kernels import cpu
+from swiftkv.kernels.four_bits import FourBitMatrix
 
 HIDDEN, INTERMEDIATE, QKV, ATTENTION, VOCAB = 1024, 3072, 4096, 2048, 32000
 LAYER_SHAPES = ((QKV, HIDDEN), (HIDDEN, ATTENTION), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
@@ -40,25 +42,58 @@ def time_in_turn(passes: dict[str, Callable[[], None]], repeats: int) -> dict[st
     return seconds
 
 
-def compare(rows: int, weights: list[Tensor], packed: list[cpu.PackedLinear], repeats: int) -> None:
+def four_bits(weight: Tensor) -> FourBitMatrix:
+    """Return a matrix of random codes of the same shape, in groups of 128 as most checkpoints have them."""
+    rows, columns = weight.shape
+    factors = torch.rand(rows, columns // 128) * columns**-0.5
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
+    return FourBitMatrix(codes, factors, None, tuple(float(i - 8) for i in range(16)), weight.dtype)
+
+
+@cache
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has a kernel of this dtype for this CPU."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(64, 64, dtype=dtype), 1)
+    except RuntimeError as error:
+        print(f"oneDNN is left out: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def compare(
+    rows: int,
+    weights: list[Tensor],
+    packed: list[cpu.PackedLinear],
+    in_four_bits: list[cpu.PackedLinear],
+    repeats: int,
+) -> None:
     dtype = weights[0].dtype
     inputs = {k: torch.randn(rows, k).to(dtype) for k in {w.shape[1] for w in weights}}
-    theirs = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+    theirs = []
+    if onednn_packs(dtype):
+        theirs = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
     ks = [w.shape[1] for w in weights]
 
-    def ours() -> None:
-        for k, w in zip(ks, packed, strict=True):
+    def ours(layers: list[cpu.PackedLinear]) -> None:
+        for k, w in zip(ks, layers, strict=True):
             cpu.linear(inputs[k], w)
 
     def onednn() -> None:
         for k, w in zip(ks, theirs, strict=True):
             torch.ops.mkldnn._linear_pointwise(inputs[k], w, None, "none", [], "")
 
+    passes = {"swiftkv": partial(ours, packed)}
+    if theirs:
+        passes["oneDNN"] = onednn
+    if in_four_bits:
+        passes["4 bits"] = partial(ours, in_four_bits)
     elements = sum(w.numel() for w in weights)
     with torch.inference_mode():
-        for name, seconds in time_in_turn({"swiftkv": ours, "oneDNN": onednn}, repeats).items():
+        for name, seconds in time_in_turn(passes, repeats).items():
             best, median = min(seconds), statistics.median(seconds)
-            gigabytes, gigaflop = elements * weights[0].element_size() / 1e9, 2 * rows * elements / 1e9
+            num_bytes = sum(w.nbytes for w in (in_four_bits if name == "4 bits" else packed))
+            gigabytes, gigaflop = num_bytes / 1e9, 2 * rows * elements / 1e9
             print(
                 f"rows {rows:5d}  {name:8s} best {best * 1e3:9.2f} ms {gigabytes / best:6.1f} GB/s "
                 f"{gigaflop / best:7.1f} GFLOP/s   median {median * 1e3:9.2f} ms",
@@ -78,11 +113,13 @@ def main() -> None:
     cpu.set_num_threads(args.threads)
     weights = model_weights(args.layers, getattr(torch, args.dtype))
     packed = [cpu.pack_linear([w]) for w in weights]
+    keeps = cpu.keeps_four_bits(weights[0].dtype)
+    in_four_bits = [cpu.pack_linear([four_bits(w)]) for w in weights] if keeps else []
     print(f"{_cpu.isa()}, {args.threads} threads, {sum(w.nbytes for w in packed) / 1e9:.2f} GB packed")
     for rows in args.rows:
         # A prefill needs logits for its last row only: the vocabulary's layer comes last and is left out.
         count = len(weights) if rows <= 64 else len(weights) - 1
-        compare(rows, weights[:count], packed[:count], args.repeats if rows <= 64 else 3)
+        compare(rows, weights[:count], packed[:count], in_four_bits[:count], args.repeats if rows <= 64 else 3)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+MXFP4_GROUP = 32
+"""Inputs that share a factor in MXFP4."""
 _GROUP_MULTIPLE, _MAX_GROUP = 32, 128
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from swiftkv.errors import CheckpointError
+from swiftkv.kernels.four_bits import MXFP4_GROUP, four_bit_bytes, kernel_group_size
 from swiftkv.models.hf_config import TEXT_MODEL
-from swiftkv.models.quantization import QWeights, Stored, find_quantized, possible_names
+from swiftkv.models.quantization import QuantizedTensors, QWeights, Stored, find_quantized, possible_names
 from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -82,25 +85,85 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight], qweights: QWei
     `qweights` is that of `DecoderConfig`. Only headers are read, so that mistakes are known before a serving model
     makes room for this one.
     """
-    tensors: dict[str, Stored] = {}
-    for file in weight_files(directory):
-        tensors |= _header(file)
-    layout = NameLayout(tensors)
+    headers = _Headers.read(directory, qweights)
     for name, weight in weights.items():
-        wanted, shape, num_shards = weight.stored_as or name, weight.shape, 1
-        if weight.packed is not None and any(name in tensors for name in possible_names(weight.packed.name)):
-            wanted, shape, num_shards = weight.packed.name, weight.packed.shape, weight.packed.num_shards
-        stored = layout.stored(wanted)
-        if f"{stored}_blocks" in tensors:  # an MXFP4 tensor, whose shape differs
+        wanted, shape, _ = headers.place(name, weight)
+        stored = headers.layout.stored(wanted)
+        if headers.is_mxfp4(name, weight) or headers.quantized(name, weight) is not None:
             continue
-        if find_quantized(stored, shape, num_shards, tensors.get, qweights) is not None:
-            continue
-        if stored not in tensors:
+        if stored not in headers.tensors:
             raise CheckpointError(f"{directory}: tensor {wanted} is in no *.safetensors file")
-        if tensors[stored].shape != shape:
+        if headers.tensors[stored].shape != shape:
             raise CheckpointError(
-                f"{directory}: tensor {wanted} has shape {tensors[stored].shape}, but config.json makes it {shape}"
+                f"{directory}: tensor {wanted} has shape {headers.tensors[stored].shape}, but config.json makes it "
+                f"{shape}"
             )
+
+
+def saved_bytes(directory: Path, weights: Mapping[str, Weight], qweights: QWeights | None, element_bytes: int) -> int:
+    """Return by how much a rank's weights are smaller in memory if those of four bits stay so; see `check_tensors`.
+
+    Headers do not tell the order of columns in groups, which is taken to be theirs, or whether zeros are all equal, and
+    need not be kept: they are counted.
+    """
+    headers = _Headers.read(directory, qweights)
+    saved: dict[tuple[str, tuple[int, ...]], int] = {}  # by weight: one that is used twice counts once
+    for name, weight in weights.items():
+        if headers.is_mxfp4(name, weight):
+            *outer, rows, columns = weight.part_shape
+            packed = math.prod(outer) * four_bit_bytes((rows, columns), MXFP4_GROUP, has_zeros=False)
+        elif (packed_bytes := headers.four_bit_bytes(name, weight)) is not None:
+            packed = packed_bytes
+        else:
+            continue
+        saved[weight.stored_as or name, weight.part_shape] = math.prod(weight.part_shape) * element_bytes - packed
+    return sum(saved.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Headers:
+    """The tensors of a checkpoint, as the headers of its files describe them."""
+
+    tensors: Mapping[str, Stored]
+    layout: NameLayout
+    qweights: QWeights | None
+
+    @classmethod
+    def read(cls, directory: Path, qweights: QWeights | None) -> _Headers:
+        tensors: dict[str, Stored] = {}
+        for file in weight_files(directory):
+            tensors |= _header(file)
+        return cls(tensors, NameLayout(tensors), qweights)
+
+    def place(self, name: str, weight: Weight) -> tuple[str, tuple[int, ...], int]:
+        """Return the tensor that has a weight, perhaps among others, with its shape and the shards in it."""
+        packed = weight.packed
+        if packed is not None and any(name in self.tensors for name in possible_names(packed.name)):
+            return packed.name, packed.shape, packed.num_shards
+        return weight.stored_as or name, weight.shape, 1
+
+    def is_mxfp4(self, name: str, weight: Weight) -> bool:
+        """Return whether a weight is stored as MXFP4, in another shape."""
+        wanted, _, _ = self.place(name, weight)
+        return f"{self.layout.stored(wanted)}_blocks" in self.tensors
+
+    def quantized(self, name: str, weight: Weight) -> QuantizedTensors | None:
+        wanted, shape, num_shards = self.place(name, weight)
+        return find_quantized(self.layout.stored(wanted), shape, num_shards, self.tensors.get, self.qweights)
+
+    def four_bit_bytes(self, name: str, weight: Weight) -> int | None:
+        """Return the bytes of a rank's part of a weight in four bits; `None` if it is not kept so."""
+        found = self.quantized(name, weight)
+        if found is None or found.form == "numbers" or found.bits > 4:
+            return None
+        _, columns = found.matrix
+        scale = self.tensors[found.scale].shape
+        num_groups = (scale[1] if len(scale) == 2 else 1) if found.form == "compressed" else scale[0]
+        group_size = kernel_group_size(columns // num_groups)
+        rows, part_columns = weight.part_shape
+        if group_size is None or part_columns % group_size:
+            return None
+        return four_bit_bytes((rows, part_columns), group_size, has_zeros=found.zeros is not None)
 
 
 def _header(file: Path) -> dict[str, Stored]:

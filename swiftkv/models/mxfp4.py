@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftkv.kernels.four_bits import FourBitMatrix
+from swiftkv.kernels.four_bits import MXFP4_GROUP, FourBitMatrix
 
-GROUP = 32
+GROUP = MXFP4_GROUP
 """Elements that share a scale; two of them are in a byte, the first in its lower half."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))

@@ -11,6 +11,7 @@ from swiftkv.kernels.attention_spec import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, is_h
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.dense import DenseDecoder
+from swiftkv.models.files import saved_bytes
 from swiftkv.models.gemma import GemmaDecoder
 from swiftkv.models.gpt_oss import GptOssDecoder
 from swiftkv.models.hf_config import read_architectures
@@ -60,7 +61,14 @@ def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
     return replace(config, has_head=task != "embed")
 
 
-def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str) -> int:
-    """Return the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's."""
+def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str, four_bits_in: Path | None = None) -> int:
+    """Return the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's.
+
+    Weights of four bits in the files of `four_bits_in` are counted as such, if there are files. Raises
+    `CheckpointError` if they cannot be read.
+    """
     weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, num_ranks))
-    return num_parameters(weights) * DTYPE_BYTES[dtype]
+    unpacked_bytes = num_parameters(weights) * DTYPE_BYTES[dtype]
+    if four_bits_in is None or not any(four_bits_in.glob("*.safetensors")):
+        return unpacked_bytes
+    return unpacked_bytes - saved_bytes(four_bits_in, weights, config.qweights, DTYPE_BYTES[dtype])

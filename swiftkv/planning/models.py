@@ -11,6 +11,7 @@ from swiftkv.config import Config
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.hub import Checkpoint, locate_checkpoint
 from swiftkv.model_config import ModelConfig
+from swiftkv.models.config import DecoderConfig
 from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
 from swiftkv.models.registry import read_config, weight_bytes
 from swiftkv.storage.host_medium import chunk_bytes_for, host_tokens
@@ -186,7 +187,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         architecture=decoder.architecture,
         dtype=model.dtype,
         groups=groups,
-        weight_bytes=weight_bytes(decoder, num_ranks, model.dtype),
+        weight_bytes=_weight_bytes(model, checkpoint, decoder),
         memory=memory,
         max_model_len=model.max_model_len or decoder.max_context_len,
         max_context_len=decoder.max_context_len,
@@ -207,6 +208,16 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         return sized
     # The pool is the memory that the YAML gives, less a part of a block: the budget must not be larger.
     return replace(sized, budget_bytes=min(model.lending.budget.bytes_of(sized.pool_bytes), sized.pool_bytes))
+
+
+def _weight_bytes(model: ModelConfig, checkpoint: Checkpoint, decoder: DecoderConfig) -> int:
+    """Return the bytes of a rank's weights. Weights of four bits stay so on the CPU (`Ops.keeps_four_bits`)."""
+    keeps_four_bits = model.device == "cpu" and model.dtype != "float32"
+    directory = checkpoint.directory if keeps_four_bits else None
+    try:
+        return weight_bytes(decoder, model.tensor_parallel_size, model.dtype, directory)
+    except CheckpointError as error:
+        raise ConfigError(f"path: {error}") from None
 
 
 def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedPlan:

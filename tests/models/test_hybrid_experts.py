@@ -18,7 +18,7 @@ from swiftkv.models import mxfp4
 from swiftkv.models.config import AttentionKind
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.moe import MoeConfig
-from swiftkv.models.registry import read_config
+from swiftkv.models.registry import read_config, weight_bytes
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.paged import PagedRunner
 
@@ -243,3 +243,14 @@ def test_blocks_without_their_scales_are_named(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj_scales"):
         load_decoder(read_config(tmp_path), MappedWeights(tmp_path), torch.float32, "cpu", 128)
+
+
+def test_mxfp4_is_counted_as_it_is_kept(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt_oss")
+    config = read_config(tmp_path)
+    unpacked_bytes = weight_bytes(config, 1, "bfloat16")
+    assert weight_bytes(config, 1, "bfloat16", tmp_path) == unpacked_bytes
+    tensors = to_mxfp4(tmp_path)
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith(("gate_up_proj", "down_proj")))
+    kept_bytes = unpacked_bytes - 2 * experts + experts // 2 + experts // 32 * 4
+    assert weight_bytes(config, 1, "bfloat16", tmp_path) == kept_bytes

@@ -17,7 +17,7 @@ from swiftkv.kernels.four_bits import unpacked as unpacked_matrix
 from swiftkv.kernels.ops import AnyOps
 from swiftkv.models.loader import MappedWeights, Packer
 from swiftkv.models.quantization import QWeights
-from swiftkv.models.registry import DECODERS, read_config
+from swiftkv.models.registry import DECODERS, read_config, weight_bytes
 from swiftkv.models.weights import RankSlices
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.quantized import (
@@ -283,3 +283,30 @@ def test_fused_projections_of_mimo(store: Store, quantization: dict[str, Any], o
         quantization_config=quantization,
     )
     assert torch.equal(logits_of(tmp_path, ops), wanted)
+
+
+@pytest.mark.parametrize(
+    ("arch", "store", "quantization"),
+    [
+        ("llama", storing(as_gptq, symmetric=False), GPTQ),
+        ("qwen3_moe", storing(as_awq, symmetric=False), AWQ),
+        ("mistral", mixed, GPTQ),
+        ("llama", storing(as_packed), PACKED),
+    ],
+)
+def test_weights_in_four_bits_are_counted_as_they_are_kept(
+    arch: str, store: Any, quantization: dict[str, Any], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, arch, **SHAPE)
+    store_projections(tmp_path, store)
+    rewrite_config(tmp_path, quantization_config=quantization)
+    config = read_config(tmp_path)
+    for rank, num_ranks in ((0, 1), (1, 2)):
+        weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, rank, num_ranks))
+        files = MappedWeights(tmp_path)
+        packer = Packer(weights, files, cpu_ops(), torch.bfloat16, torch.device("cpu"), 128, None, config.qweights)
+        names = {name for name, weight in weights.items() if len(weight.shape) == 2}
+        kept = sum(packer.matrix(name).nbytes for name in names)
+        counted = weight_bytes(config, num_ranks, "bfloat16", tmp_path)
+        assert kept <= counted <= 1.01 * kept  # equal zeros are stored, but not kept
+        assert weight_bytes(config, num_ranks, "bfloat16") > kept
