@@ -79,8 +79,7 @@ FAMILIES = {
         "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
         + "{% for c in m.tool_calls or [] %}" + JSON_CALL.replace("KEY", "parameters") + "{% endfor %}<|eot_id|>"
         "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>",
-        thinks=False, several=False, says_and_calls=False,
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>", thinks=False,
     ),
     "xlam": Family(
         "{# if tools: make calls in a single JSON array #}"

@@ -58,6 +58,32 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         ('{"answer": 42}', ('{"answer": 42}', [])),
         ("  {not JSON} at all", ("  {not JSON} at all", [])),
         ("<|pyth", ("<|pyth", [])),
+        (
+            f'Here is the result: {{"name": "get_weather", "parameters": {WEATHER}}} Would you like to know more?',
+            ("Here is the result:Would you like to know more?", [("get_weather", WEATHER)]),
+        ),
+        (
+            f'Both: {{"type": "function", "name": "add", "arguments": {EMPTY}}} ;\n{{"parameters": {WEATHER}, '
+            f'"name": "get_weather"}}\n{{"name": "typed", "parameters": {EMPTY}}};',
+            ("Both:", [("add", EMPTY), ("get_weather", WEATHER), ("typed", EMPTY)]),
+        ),
+        (
+            f'```json\n{{"name": "add", "parameters": {EMPTY}}}\n```\nI used {{add}} with {EMPTY}.',
+            ("```json```\nI used {add} with {}.", [("add", EMPTY)]),
+        ),
+        (f'Well. <|python_tag|> {{"name": "a", "parameters": {EMPTY}}}', ("Well.", [("a", EMPTY)])),
+        ("<|python_tag|>print({})", ("<|python_tag|>print({})", [])),
+        ('{"name": "Ulm", "country": {"name": "add"}}', ('{"name": "Ulm", "country": {"name": "add"}}', [])),
+        (
+            'I have {"name": "add", "description": "Adds", "parameters": {}} and {"name": "add"}.',
+            ('I have {"name": "add", "description": "Adds", "parameters": {}} and {"name": "add"}.', []),
+        ),
+        (
+            'So: {"name": "other", "parameters": {}}, {"first": {"name": "add", "parameters": {}}}',
+            ('So: {"name": "other", "parameters": {}}, {"first": {"name": "add", "parameters": {}}}', []),
+        ),
+        ('So: {"name": "add", "parameters": ', ('So: {"name": "add", "parameters": ', [])),
+        ('So: {"name": "add", "parameters": {"a"', ("So:", [("add", '{"a"')])),
     ],
     "xlam": [
         ("Just [text] {}", ("Just [text] {}", [])),
@@ -433,3 +459,9 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.push('<tool_call>{"name": "f", ') == [CallBegun("f")]
     assert outcome_of([CallBegun("f"), *parser.push('"arguments": {"x": [1')])[1] == [("f", '{"x": [1')]
     assert json.loads(parse("hermes", [CASES["hermes"][1][0]])[1][0][1])["city"] == "Köln"
+
+
+def test_json_in_text_that_is_no_call_is_not_held_back() -> None:
+    parser = TOOL_PARSERS["llama3_json"](FUNCTIONS)
+    assert parser.push('So: {"city": ') == [Said("So:"), Said(' {"city":')]
+    assert parser.push('"Ulm"') == [Said(' "Ulm"')]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.base import ArgumentsGrown, CallBegun, ToolEvent, ToolFunction, any_call
 
 _ARGUMENTS = ("arguments", "parameters")
+_KEYS = (*_ARGUMENTS, "name", "type", "id")
 _SPACE = " \t\r\n"
 _SCALAR_ENDS = _SPACE + ",]}"
 
@@ -55,10 +56,21 @@ class JsonValue:
 class JsonCall:
     """One call. Text that is no call, or a call without a name, is broken: the text is for the user."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needs_arguments: bool = False, names: Collection[str] | None = None) -> None:
+        """Prepare to read one call, or another object.
+
+        Args:
+            needs_arguments: Whether an object without arguments is no call.
+            names: The names that a call may have; an object with another name, or with keys that calls lack before the
+                call has begun, is no call.
+        """
         self.is_done = False
         self.is_broken = False
         self.is_begun = False
+        self.is_other = False  # it is known to be no call, and will be broken when it is done
+        self._needs_arguments = needs_arguments
+        self._names = names
+        self._name = ""
         self._taken: list[str] = []
         self._wanted = "{"  # the next token: {, key, :, value, or "," where more follows a value
         self._key = ""
@@ -79,12 +91,12 @@ class JsonCall:
             if self._wanted in ("key", "value"):
                 position += self._push_value(text[position:], events)
             else:
-                self._push_mark(text[position])
+                self._push_mark(text[position], events)
                 position += not self.is_broken
         self._taken.append(text[:position])
         return events, text[position:]
 
-    def _push_mark(self, char: str) -> None:
+    def _push_mark(self, char: str, events: list[ToolEvent]) -> None:
         if char in _SPACE:
             return
         match self._wanted, char:
@@ -99,6 +111,8 @@ class JsonCall:
                 self._wanted = "first of value"
             case "first of value", _ if char not in _SCALAR_ENDS:
                 self._begin("value", char)
+                if self._key in _ARGUMENTS:
+                    self._begin_call(events)
             case ",", ",":
                 self._wanted = "next key"
             case _:
@@ -109,6 +123,15 @@ class JsonCall:
         self._value = JsonValue()
         self._value.push(char)
         self._value_text = [char]
+
+    def _begin_call(self, events: list[ToolEvent]) -> None:
+        """Begin the call if its name is known and it has not begun."""
+        if not self._name or self.is_begun or self.is_other:
+            return
+        self.is_begun = True
+        events.append(CallBegun(self._name))
+        if self._early_arguments:
+            events.append(ArgumentsGrown(self._early_arguments))
 
     def _push_value(self, text: str, events: list[ToolEvent]) -> int:
         if not self._value.is_done:
@@ -129,16 +152,17 @@ class JsonCall:
         if self._wanted == "key":
             self._key = _string(raw)
             self._wanted = ":"
+            if self._names is not None and self._key not in _KEYS and not self.is_begun:
+                self.is_other = True
             return
         self._wanted = ","
         if self._key == "name" and not self.is_begun:
-            if not (name := _string(raw)):
-                self.is_broken = True
-                return
-            self.is_begun = True
-            events.append(CallBegun(name))
-            if self._early_arguments:
-                events.append(ArgumentsGrown(self._early_arguments))
+            self._name = _string(raw)
+            self.is_broken = not self._name
+            if self._names is not None and self._name not in self._names:
+                self.is_other = True
+            if not self._needs_arguments or self._early_arguments:
+                self._begin_call(events)
         elif self._key in _ARGUMENTS:
             arguments = _string(raw) if raw.startswith('"') else raw  # some models write a string that holds them
             if not self.is_begun:
