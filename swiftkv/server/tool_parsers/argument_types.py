@@ -71,6 +71,24 @@ def argument_json(text: str, argument: Argument | None) -> str:
     return text.strip()
 
 
+def argument_rules(name: str, arguments: Mapping[str, Argument], *, assign: str, between: str) -> list[str]:
+    """Return Lark rules in which `first_{name}_0` is arguments in this order: all that are required, and any others.
+
+    An argument is its key, `assign` and the rule `value_{name}_{index}`; `between` stands between two.
+    """
+    rules = []
+    for index, (key, argument) in enumerate(arguments.items()):
+        this, later = f"{name}_{index}", f"{name}_{index + 1}"
+        rules += [
+            f"argument_{this}: {json.dumps(key + assign)} value_{this}",
+            f"first_{this}: argument_{this} rest_{later}" + ("" if argument.is_required else f" | first_{later}"),
+            f"rest_{this}: {json.dumps(between)} argument_{this} rest_{later}"
+            + ("" if argument.is_required else f" | rest_{later}"),
+        ]
+    end = f"{name}_{len(arguments)}"
+    return [*rules, f'first_{end}: ""', f'rest_{end}: ""']
+
+
 def _kinds(schema: object, root: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the types that a schema allows, and the part of it that says so."""
     if not isinstance(schema, dict) or depth > _MAX_REFERENCES:

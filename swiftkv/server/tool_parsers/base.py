@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -34,6 +35,27 @@ class ArgumentsGrown:
 
 
 ToolEvent = Said | CallBegun | ArgumentsGrown
+
+
+class ArgumentWriter:
+    """Writes the arguments of calls as JSON, for models that write them otherwise: each comes when it is whole."""
+
+    def __init__(self) -> None:
+        self._comma = ""
+
+    def begin(self, name: str) -> list[ToolEvent]:
+        """Begin a call of the function `name`."""
+        self._comma = ""
+        return [CallBegun(name), ArgumentsGrown("{")]
+
+    def add(self, key: str, value: str) -> ToolEvent:
+        """Add an argument whose value is the JSON text `value`."""
+        comma, self._comma = self._comma, ", "
+        return ArgumentsGrown(f"{comma}{json.dumps(key, ensure_ascii=False)}: {value}")
+
+    def end(self) -> ToolEvent:
+        """End the call."""
+        return ArgumentsGrown("}")
 
 
 @dataclass(frozen=True, slots=True)

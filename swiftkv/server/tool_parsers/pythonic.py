@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from swiftkv.grammars import held_schema
-from swiftkv.server.tool_parsers.argument_types import Argument, arguments_of
+from swiftkv.server.tool_parsers.argument_types import Argument, argument_rules, arguments_of
 from swiftkv.server.tool_parsers.base import (
-    ArgumentsGrown,
-    CallBegun,
+    ArgumentWriter,
     Said,
     SteppedParser,
     ToolEvent,
@@ -44,7 +43,7 @@ class PythonicParser(SteppedParser):
         self._key: str | None = None  # the key of the argument in progress; `None`: it has none, and is left out
         self._value = PythonValue()
         self._value_text = ""
-        self._num_arguments = 0
+        self._writer = ArgumentWriter()
 
     def finish(self) -> list[ToolEvent]:
         if self._has_called and self._next in ("argument", "value"):
@@ -90,8 +89,7 @@ class PythonicParser(SteppedParser):
         if not is_whole:
             return False
         self._take(len(name) + 1)
-        self._name, self._is_begun, self._num_arguments = name, False, 0
-        self._next = "argument"
+        self._name, self._is_begun, self._next = name, False, "argument"
         return True
 
     def _take_argument(self, events: list[ToolEvent]) -> bool:
@@ -101,7 +99,7 @@ class PythonicParser(SteppedParser):
             if not self._is_begun and not after.startswith((",", "]")):  # a call with arguments is one without doubt
                 return bool(after) and self._be_text(events)
             self._begin(events)
-            events.append(ArgumentsGrown("}"))
+            events.append(self._writer.end())
             self._rest, self._next = body[1:], "after call"
             return True
         if self._is_begun and body.startswith(","):
@@ -127,10 +125,7 @@ class PythonicParser(SteppedParser):
         if not self._value.is_done:
             return False
         if self._key is not None:
-            comma = ", " if self._num_arguments else ""
-            written = f"{json.dumps(self._key, ensure_ascii=False)}: {literal_json(self._value_text)}"
-            events.append(ArgumentsGrown(comma + written))
-            self._num_arguments += 1
+            events.append(self._writer.add(self._key, literal_json(self._value_text)))
         self._value_text, self._next = "", "argument"
         return True
 
@@ -166,7 +161,7 @@ class PythonicParser(SteppedParser):
         self._opening = ""
         if not self._is_begun:
             self._is_begun = self._has_called = True
-            events += [CallBegun(self._name), ArgumentsGrown("{")]
+            events += self._writer.begin(self._name)
 
     def _be_text(self, events: list[ToolEvent]) -> bool:
         if text := self._opening + self._rest:
@@ -184,19 +179,12 @@ class PythonicParser(SteppedParser):
 
 
 def _function_rules(number: int, function: ToolFunction) -> list[str]:
-    """Return the rules of one function: its arguments stand in the order of the schema."""
     arguments = arguments_of(function.parameters)
     rules = [f"call_{number}: {json.dumps(function.name + '(')} first_{number}_0 " + '")"']
-    for index, (key, argument) in enumerate(arguments.items()):
-        name, later = f"{number}_{index}", f"{number}_{index + 1}"
-        rules += [
-            f"argument_{name}: {json.dumps(key + '=')} value_{name}",
-            f"first_{name}: argument_{name} rest_{later}" + ("" if argument.is_required else f" | first_{later}"),
-            f'rest_{name}: ", " argument_{name} rest_{later}' + ("" if argument.is_required else f" | rest_{later}"),
-            *_value_rules(name, argument),
-        ]
-    end = f"{number}_{len(arguments)}"
-    return [*rules, f'first_{end}: ""', f'rest_{end}: ""']
+    rules += argument_rules(str(number), arguments, assign="=", between=", ")
+    for index, argument in enumerate(arguments.values()):
+        rules += _value_rules(f"{number}_{index}", argument)
+    return rules
 
 
 def _value_rules(name: str, argument: Argument) -> list[str]:

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.argument_types import Argument, argument_json, arguments_of
 from swiftkv.server.tool_parsers.base import (
-    ArgumentsGrown,
-    CallBegun,
+    ArgumentWriter,
     Said,
     TaggedParser,
     ToolEvent,
@@ -48,7 +47,7 @@ class Qwen3CoderParser(TaggedParser):
         self._name = ""  # the name in the call in progress
         self._key: str | None = None  # the key of the argument in progress
         self._value = ""
-        self._num_arguments = 0
+        self._writer = ArgumentWriter()
         self._is_closed = False  # the call in progress: only its last tag may follow
         self._value_ends = (_PARAMETER_END,) if must_call else _VALUE_ENDS
 
@@ -89,8 +88,8 @@ class Qwen3CoderParser(TaggedParser):
         self._head, self._rest = None, rest
         self._name = name.strip()
         self._known = self._parameters.get(self._name, {})
-        self._num_arguments, self._is_closed = 0, False
-        events += [CallBegun(self._name), ArgumentsGrown("{")]
+        self._is_closed = False
+        events += self._writer.begin(self._name)
         return True
 
     def _take_tag(self, events: list[ToolEvent]) -> bool:
@@ -107,7 +106,7 @@ class Qwen3CoderParser(TaggedParser):
         if self._rest.startswith((_FUNCTION_END, _CLOSE)):
             self._rest = self._rest.removeprefix(_FUNCTION_END)
             self._is_closed = True
-            events.append(ArgumentsGrown("}"))
+            events.append(self._writer.end())
             return True
         if any(tag.startswith(self._rest) for tag in _INSIDE):
             return False
@@ -130,10 +129,7 @@ class Qwen3CoderParser(TaggedParser):
         if end != _PARAMETER_END:  # the model left that out
             self._rest = end + self._rest
         text = self._value.removeprefix("\n").removesuffix("\n")
-        comma = ", " if self._num_arguments else ""
-        written = f"{json.dumps(self._key, ensure_ascii=False)}: {argument_json(text, self._known.get(self._key))}"
-        events.append(ArgumentsGrown(comma + written))
-        self._num_arguments += 1
+        events.append(self._writer.add(self._key, argument_json(text, self._known.get(self._key))))
         self._key = None
         return True
 
