@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,8 @@ class TemplateTraits:
             messages = [_with_text_in_thought(message) for message in messages]
         if self._wants_short_ids:
             messages = [_with_short_ids(message) for message in messages]
+        if self._takes_arguments_as_text:
+            messages = [_with_argument_texts(message) for message in messages]
         return _in_parts(messages) if self._takes_parts else messages
 
     @cached_property
@@ -73,10 +76,18 @@ class TemplateTraits:
         probe[1] = {**probe[1], "content": "a", "reasoning_content": "b", "thinking": "b"}
         return not self._shows(probe) and self._shows([_with_text_in_thought(message) for message in probe])
 
-    def _shows(self, probe: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the template takes a conversation and shows `_SHOWN`, which is in it."""
+    @cached_property
+    def _takes_arguments_as_text(self) -> bool:
+        """Whether the template refuses arguments that are an object, as DeepSeek-R1's does, or shows them as Python."""
+        probe = _calling("a" * _SHORT_ID_CHARS, a=_SHOWN)
+        if self._shows(probe) and not self._shows(probe, f"'{_SHOWN}'"):
+            return False
+        return self._shows([_with_argument_texts(message) for message in probe], f'"{_SHOWN}"')
+
+    def _shows(self, probe: Sequence[Mapping[str, Any]], shown: str = _SHOWN) -> bool:
+        """Return whether the template takes a conversation and shows `shown`, which is in it."""
         try:
-            return _SHOWN in self._render(probe)
+            return shown in self._render(probe)
         except ApiError:
             return False
 
@@ -86,11 +97,11 @@ def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
-def _calling(call_id: str) -> list[Mapping[str, Any]]:
+def _calling(call_id: str, **arguments: str) -> list[Mapping[str, Any]]:
     """Return a conversation with a call of this id."""
     return [
         {"role": "user", "content": _SHOWN},
-        {"role": "assistant", "content": "", "tool_calls": [_call(call_id)]},
+        {"role": "assistant", "content": "", "tool_calls": [_call(call_id, **arguments)]},
         {"role": "tool", "content": "a", "tool_call_id": call_id},
     ]
 
@@ -126,6 +137,17 @@ def _with_short_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if "tool_call_id" in message:
         shown["tool_call_id"] = _short_id(message["tool_call_id"])
     return shown
+
+
+def _with_argument_texts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose calls have their arguments as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [dict(call["function"]) for call in message["tool_calls"]]
+    for function in functions:
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    calls = zip(message["tool_calls"], functions, strict=True)
+    return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}
 
 
 def _short_id(call_id: str) -> str:

@@ -287,3 +287,20 @@ def test_text_before_a_call_ends_the_reasoning_where_a_template_takes_only_one_o
     assert shown(content="I look.", reasoning_content="Hm.") == f"Count.Hm.\n\nI look.{rest}"
     assert shown(content="I look.") == f"Count.I look.{rest}"
     assert shown(reasoning_content="Hm.") == f"Count.Hm.{rest}"
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["'\\n```json\\n' + c.function.arguments + '\\n```'", "'\\n```json\\n' + c.function.arguments|string + '\\n```'"],
+    ids=["refused as an object", "shown as Python"],
+)
+def test_arguments_are_text_where_a_template_does_not_write_them_as_json(tmp_path: Path, written: str) -> None:
+    """DeepSeek-R1's published template appends them to a text, and Apriel's makes a text of them."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ WRITTEN }}{% endfor %}{% endfor %}"
+    )
+    train_tokenizer(tmp_path, template=template.replace("WRITTEN", written))
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
+    call = {**CALL, "function": {"name": "count", "arguments": '{"of":"Köln", "all": true}'}}
+    turns = [MESSAGES[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert prompt(tokenizer, messages=turns) == 'Count.\n```json\n{"of": "Köln", "all": true}\n```'
