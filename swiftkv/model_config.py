@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
@@ -32,6 +32,19 @@ _SERVED_NAMES = "a name, or a list of names, each of 1 to 256 characters without
 _SERVED_NAME = re.compile(r"[!-~]{1,256}")
 _MEMORY = "a size such as 256MiB or 1GiB (1.074 GB), a number of bytes, or a part of a GPU such as 60%"
 _CPU_STEP_LIMIT_S = 0.25
+ToolParserName = Literal[
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "xlam",
+    "mistral",
+    "qwen3_coder",
+    "nemotron_json",
+    "apriel",
+    "deepseek_v3",
+    "functiongemma",
+    "gpt_oss",
+]
 _DUE_S = 10.0
 
 
@@ -109,9 +122,7 @@ class ModelConfig(Section):
     enforce_eager: bool = Field(False, description="true or false")
     async_scheduling: bool | None = Field(None, description="true or false")
     split_special_tokens: bool = Field(False, description="true or false")
-    tool_parser: Literal["hermes", "llama3_json", "pythonic", "xlam", "mistral", "qwen3_coder", "gpt_oss"] | None = (
-        Field(None, description="hermes, llama3_json, pythonic, xlam, mistral, qwen3_coder, gpt_oss or null")
-    )
+    tool_parser: ToolParserName | None = Field(None, description=f"{', '.join(get_args(ToolParserName))} or null")
     reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"] | None = Field(
         None, description="qwen3, deepseek_r1, mistral, gpt_oss, none or null"
     )

@@ -100,6 +100,41 @@ FAMILIES = {
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"], [], "<|eot_id|>",
         thinks=False, says_and_calls=False,
     ),
+    "nemotron_json": Family(
+        "{% if tools %}{% endif %}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content }}{% if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+        + JSON_CALL.replace("KEY", "arguments") + "{% endfor %}]</TOOLCALL>{% endif %}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], [], "<|eot_id|>", thinks=False,
+    ),
+    "apriel": Family(
+        "{% if tools %}{% endif %}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.tool_calls %}\n"
+        "<tool_calls>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | string }}, "id": "{{ c.id }}"}'
+        "{% endfor %}]</tool_calls>{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+        "{% endif %}",
+        ["<|user|>", "<|assistant|>", "<|end|>"], [], "<|end|>", thinks=False,
+    ),
+    "deepseek_v3": Family(
+        "{% if tools %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+        "<｜Assistant｜>{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\n' if not loop.first else "
+        "'<｜tool▁calls▁begin｜>' }}<｜tool▁call▁begin｜>{{ c.type }}<｜tool▁sep｜>{{ c.function.name }}\n```json\n"
+        "{{ c.function.arguments | tojson }}\n```<｜tool▁call▁end｜>{{ '<｜tool▁calls▁end｜>' if loop.last }}"
+        "{% endfor %}<｜end▁of▁sentence｜>{% endif %}{% endfor %}",
+        ["<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"], [], "<｜end▁of▁sentence｜>", thinks=False,
+    ),
+    "functiongemma": Family(
+        "{% macro written(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is boolean %}"
+        "{{ 'true' if v else 'false' }}{% elif v is mapping %}{{ '{' }}{% for key, each in v | dictsort %}"
+        "{{ ',' if not loop.first }}{{ key }}:{{ written(each) }}{% endfor %}{{ '}' }}{% elif v is sequence %}["
+        "{% for each in v %}{{ written(each) }}{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ v }}{% endif %}"
+        "{% endmacro %}{% if tools %}{% endif %}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<start_function_call>call:{{ c.function.name }}"
+        "{{ written(c.function.arguments) }}<end_function_call>{% endfor %}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}",
+        ["<start_of_turn>", "<end_of_turn>", "<start_function_call>", "<end_function_call>", "<escape>"], [],
+        "<end_of_turn>", thinks=False,
+    ),
     "mistral": Family(
         "{# tools #}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}"
         "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content }}"

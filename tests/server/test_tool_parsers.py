@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from swiftkv.grammars import GrammarSource, library_form, new_matcher
-from swiftkv.model_config import ModelConfig
+from swiftkv.model_config import ToolParserName
 from swiftkv.server.tool_parsers import TOOL_PARSERS, choose_parser
 from swiftkv.server.tool_parsers.base import (
     ArgumentsGrown,
@@ -26,6 +26,11 @@ from swiftkv.server.tool_parsers.base import (
 Outcome = tuple[str, list[tuple[str, str]]]
 WEATHER = '{"city": "Köln", "note": "a \\"quoted\\" } ] \\\\ </tool_call> [TOOL_CALLS]", "days": [1, {"a": []}]}'
 EMPTY = "{}"
+
+
+def _in_apriels_tags(text: str) -> str:
+    return text.replace("TOOLCALL", "tool_calls").replace("<TOOL", "<tool")
+
 
 CASES: dict[str, list[tuple[str, Outcome]]] = {
     "hermes": [
@@ -186,6 +191,89 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         ('<tool_call>{"name": "a"}</tool_call>', ('<tool_call>{"name": "a"}</tool_call>', [])),
         ("so: <tool_call> \n<func", ("so: <tool_call> \n<func", [])),
     ],
+    "nemotron_json": [
+        ("Just text, with <TOOL", ("Just text, with <TOOL", [])),
+        (f'<TOOLCALL>[{{"name": "a", "arguments": {WEATHER}}}]</TOOLCALL>', ("", [("a", WEATHER)])),
+        (
+            f'Let me see.\n\n<TOOLCALL>[{{"name": "a", "arguments": {EMPTY}}}, {{"name": "b", "arguments": {WEATHER}}}]'
+            "</TOOLCALL>\n And more.",
+            ("Let me see.And more.", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+        (
+            '<TOOLCALL> {"name": "a", "arguments": "{\\"x\\": 1}"} oops </TOOLCALL>\n'
+            '<TOOLCALL>[{"name": "b"}]</TOOLCALL>',
+            ("", [("a", '{"x": 1}'), ("b", "")]),
+        ),
+        ('<TOOLCALL>[{"name": "a", "arguments": {"x": 1', ("", [("a", '{"x": 1')])),
+        ("so <TOOLCALL>[]</TOOLCALL> it is", ("so <TOOLCALL>[]</TOOLCALL> it is", [])),
+        ('<TOOLCALL>[{"x": 1}, no]</TOOLCALL>.', ('<TOOLCALL>[{"x": 1}, no]</TOOLCALL>.', [])),
+        ("so: <TOOLCALL> [ no", ("so: <TOOLCALL> [ no", [])),
+        ('<TOOLCALL>[{"na', ('<TOOLCALL>[{"na', [])),
+    ],
+    "deepseek_v3": [
+        ("Just text, with <｜tool▁call", ("Just text, with <｜tool▁call", [])),
+        (
+            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{WEATHER}\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            ("", [("a", WEATHER)]),
+        ),
+        (
+            f"So.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{EMPTY}\n```"
+            f"<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>b\n{WEATHER}\n<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>\n Done.",
+            ("So.Done.", [("a", EMPTY), ("b", WEATHER)]),
+        ),
+        (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{EMPTY}\n```<｜tool▁call▁end｜> Done.",
+            ("Done.", [("a", EMPTY)]),
+        ),
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{"x": 1',
+            ("", [("a", '{"x": 1')]),
+        ),
+        (
+            "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\nno\n```<｜tool▁call▁end｜>",
+            (
+                "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\nno\n```<｜tool▁call▁end｜>",
+                [],
+            ),
+        ),
+        ("<｜tool▁calls▁begin｜> so", ("<｜tool▁calls▁begin｜> so", [])),
+        ("<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", ("<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>", [])),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n`", ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n`", [])),
+    ],
+    "functiongemma": [
+        ("Just text, with <start_f", ("Just text, with <start_f", [])),
+        (
+            "<start_function_call>call:get_weather{city:<escape>Köln, {<b>}<escape>}<end_function_call>",
+            ("", [("get_weather", '{"city": "Köln, {<b>}"}')]),
+        ),
+        (
+            "Well. <start_function_call>call:typed{items:[1,<escape>a]<escape>,{k:None, <escape>l<escape>:[]}],"
+            "maybe:null,n:<escape>12<escape>,name:12,unknown:<escape>5<escape>, x:-1.5,yes:True}<end_function_call>"
+            "<start_function_call>call:empty{}<end_function_call>\n Done.",
+            (
+                "Well.Done.",
+                [
+                    (
+                        "typed",
+                        '{"items": [1, "a]", {"k": null, "l": []}], "maybe": null, "n": 12, "name": "12", '
+                        '"unknown": "5", "x": -1.5, "yes": true}',
+                    ),
+                    ("empty", "{}"),
+                ],
+            ),
+        ),
+        (
+            "<start_function_call>call:a{x:y z,big:1e999,list:[},open:[1,t:<escape>cut o",
+            ("", [("a", '{"x": "y z", "big": "1e999", "list": "[}"')]),
+        ),
+        ("<start_function_call>call:a{x:1}<start_function_call>call:b{}", ("", [("a", '{"x": 1}'), ("b", "{}")])),
+        ("<start_function_call>call:a{x", ("", [("a", "{")])),
+        ("<start_function_call>call a{x:1}", ("<start_function_call>call a{x:1}", [])),
+        ("so: <start_function_call> ca", ("so: <start_function_call> ca", [])),
+        ("<start_function_call>call:a <end_function_call>", ("<start_function_call>call:a <end_function_call>", [])),
+    ],
     "mistral": [
         ("Hello [TOOL", ("Hello [TOOL", [])),
         (f'[TOOL_CALLS][{{"name": "a", "arguments": {WEATHER}}}]', ("", [("a", WEATHER)])),
@@ -208,6 +296,9 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         (f'[TOOL_CALLS][{{"name": "a", "arguments": {EMPTY}}}] Done: 1.', ("Done: 1.", [("a", EMPTY)])),
     ],
 }
+CASES["apriel"] = [
+    (_in_apriels_tags(text), (_in_apriels_tags(said), calls)) for text, (said, calls) in CASES["nemotron_json"]
+]
 FLAT = [(name, text, outcome) for name, cases in CASES.items() for text, outcome in cases]
 
 
@@ -264,7 +355,9 @@ pieces_of_calls = st.lists(
         ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{}", '{"x": "}"}', "}", "\n", " ", "text", "<",
          '"', "\\", "[", "]", ",", ";", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "f", "<|python_tag|>", "null", "1",
          "<function=f>", "<function=", "</function>", "<parameter=n>", "<parameter=", "</parameter>", ">",
-         "(", ")", "x=", "'", "[f(x="]
+         "(", ")", "x=", "'", "[f(x=", "<TOOLCALL>", "</TOOLCALL>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+         "<｜tool▁sep｜>", "```json", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<start_function_call>", "call:f{",
+         "x:", "<escape>", "<end_function_call>"]
     ),
     max_size=12,
 )  # fmt: skip
@@ -308,6 +401,11 @@ def test_what_the_grammar_of_calls_allows_is_parsed_as_calls(name: str) -> None:
         "xlam": f"[{', '.join(written)}]",
         "pythonic": '[get_weather(city="Ulm"), add(a=12)]',
         "mistral": f"[TOOL_CALLS][{', '.join(written)}]",
+        "nemotron_json": f"<TOOLCALL>[{', '.join(written)}]</TOOLCALL>",
+        "apriel": f"<tool_calls>[{', '.join(written)}]</tool_calls>",
+        "deepseek_v3": DEEPSEEK_CALLS.format("\n".join(DEEPSEEK_CALL.format(f, a) for f, a in calls)),
+        "functiongemma": "<start_function_call>call:get_weather{city:<escape>Ulm<escape>}<end_function_call>"
+        "<start_function_call>call:add{a:12}<end_function_call>",
     }[name]
     matcher = matcher_of(name, several=True)
     assert matcher.consume_tokens(list(text.encode())), matcher.get_error()
@@ -326,13 +424,23 @@ ANSWER = {
     "choice": ('["yes", "<tool"]', "<tool"),
     "grammar": ('start: "a" calls\ncalls: "b" | "c"', "ac"),
 }
+DEEPSEEK_CALLS = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+DEEPSEEK_CALL = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 CALL = {
+    "nemotron_json": '<TOOLCALL>[{"name": "add", "arguments": {"a":12}}]</TOOLCALL>',
+    "apriel": '<tool_calls>[{"name": "add", "arguments": {"a":12}}]</tool_calls>',
+    "deepseek_v3": DEEPSEEK_CALLS.format(DEEPSEEK_CALL.format("add", '{"a":12}')),
+    "functiongemma": "<start_function_call>call:add{a:12}<end_function_call>",
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a":12}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>",
     "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a":12}}]',
 }
 TWO_CALLS = {name: f"{call}\n{call}" for name, call in CALL.items()} | {
-    "mistral": CALL["mistral"].removesuffix("]") + ", " + CALL["mistral"].removeprefix("[TOOL_CALLS][")
+    "mistral": CALL["mistral"].removesuffix("]") + ", " + CALL["mistral"].removeprefix("[TOOL_CALLS]["),
+    "nemotron_json": f"<TOOLCALL>[{', '.join(2 * [CALL['nemotron_json'][11:-12]])}]</TOOLCALL>",
+    "apriel": f"<tool_calls>[{', '.join(2 * [CALL['apriel'][13:-14]])}]</tool_calls>",
+    "deepseek_v3": DEEPSEEK_CALLS.format("\n".join(2 * [DEEPSEEK_CALL.format("add", '{"a":12}')])),
+    "functiongemma": CALL["functiongemma"] * 2,
 }
 
 
@@ -437,8 +545,70 @@ def test_arguments_as_python_are_held_to_their_types(arguments: str, holds: bool
         assert json.loads(parsed)["yes"] in (True, False)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "holds"),
+    [
+        ("color:<escape>grün<escape>,yes:true", True),
+        (
+            "color:<escape>rot<escape>,items:[1,<escape>a <b> <<i>,}<escape>,{k:null,l:[]}],maybe:<escape>x<escape>,"
+            "n:null,name:<escape><escape>,x:-1.5,yes:false",
+            True,
+        ),
+        ("color:<escape>rot<escape>", False),
+        ("color:<escape>blau<escape>,yes:true", False),
+        ("color:<escape>rot<escape>,yes:1", False),
+        ("yes:true,color:<escape>rot<escape>", False),
+        ("color:<escape>rot<escape>,n:<escape>1<escape>,yes:true", False),
+    ],
+)
+def test_arguments_of_functiongemma_are_held_to_their_types(arguments: str, holds: bool) -> None:
+    """They are sorted by their keys, as its chat template sorts them."""
+    text = f"<start_function_call>call:typed{{{arguments}}}<end_function_call>"
+    matcher = matcher_of("functiongemma", several=False)
+    assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
+    if holds:
+        _, [(name, parsed)] = parse("functiongemma", list(text), must_call=True)
+        assert name == "typed"
+        assert json.loads(parsed)["yes"] in (True, False)
+
+
+NESTED = {
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"leaf": {"type": "integer"}, "below": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+            "required": ["leaf"],
+        }
+    },
+    "properties": {"tree": {"$ref": "#/$defs/tree"}, "tags": {"type": "array", "items": {"enum": ["a", "b"]}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "holds"),
+    [
+        ("tags:[<escape>a<escape>,<escape>b<escape>],tree:{below:[{leaf:2},{leaf:3}],leaf:1}", True),
+        ("tree:{leaf:1}", True),
+        ("", True),
+        ("tags:[<escape>c<escape>]", False),
+        ("tree:{below:[{leaf:<escape>2<escape>}],leaf:1}", False),
+        ("tree:{}", False),
+    ],
+)
+def test_lists_and_objects_of_functiongemma_are_held_to_their_schemas(arguments: str, holds: bool) -> None:
+    rules = TOOL_PARSERS["functiongemma"].call_grammar([ToolFunction("f", NESTED)], several=False)
+    source = GrammarSource("lark", f"start: calls\n{rules}", tags=tags_of(TOOL_PARSERS["functiongemma"]))
+    matcher = new_matcher(LLTokenizer("byte"), library_form(source))
+    text = f"<start_function_call>call:f{{{arguments}}}<end_function_call>"
+    assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
+
+
 def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
-    assert set(TOOL_PARSERS) == {*get_args(get_args(ModelConfig.model_fields["tool_parser"].annotation)[0])}
+    assert set(TOOL_PARSERS) == {*get_args(ToolParserName)}
+    assert choose_parser(None, "{% if tools %}<TOOLCALL>[{% endif %}") is TOOL_PARSERS["nemotron_json"]
+    assert choose_parser(None, "{% if tools %}<tool_calls>[{% endif %}") is TOOL_PARSERS["apriel"]
+    assert choose_parser(None, "{% if tools %}function<｜tool▁sep｜>{% endif %}") is TOOL_PARSERS["deepseek_v3"]
+    assert choose_parser(None, "{% if tools %}<start_function_call>{% endif %}") is TOOL_PARSERS["functiongemma"]
     assert choose_parser("mistral", "") is TOOL_PARSERS["mistral"]
     assert choose_parser(None, "{% if tools %}<tool_call>{% endif %}") is TOOL_PARSERS["hermes"]
     coder = "{% if tools %}<tool_call><function=f><parameter=x>{% endif %}"

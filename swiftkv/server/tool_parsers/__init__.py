@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from swiftkv.server.tool_parsers.apriel import AprielParser
 from swiftkv.server.tool_parsers.base import ToolParser
+from swiftkv.server.tool_parsers.deepseek_v3 import DeepSeekV3Parser
+from swiftkv.server.tool_parsers.functiongemma import FunctionGemmaParser
 from swiftkv.server.tool_parsers.gpt_oss import GptOssParser
 from swiftkv.server.tool_parsers.hermes import HermesParser
 from swiftkv.server.tool_parsers.llama3_json import Llama3JsonParser
 from swiftkv.server.tool_parsers.mistral import MistralParser
+from swiftkv.server.tool_parsers.nemotron_json import NemotronJsonParser
 from swiftkv.server.tool_parsers.pythonic import PythonicParser
 from swiftkv.server.tool_parsers.qwen3_coder import Qwen3CoderParser
 from swiftkv.server.tool_parsers.xlam import XlamParser
@@ -17,6 +21,10 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3JsonParser,
     "pythonic": PythonicParser,
     "xlam": XlamParser,
+    "nemotron_json": NemotronJsonParser,
+    "apriel": AprielParser,
+    "deepseek_v3": DeepSeekV3Parser,
+    "functiongemma": FunctionGemmaParser,
     "mistral": MistralParser,
     "gpt_oss": GptOssParser,
 }

@@ -41,18 +41,20 @@ def arguments_of(parameters: Mapping[str, Any]) -> dict[str, Argument]:
     """Return the parameters of a function's schema, by name."""
     properties = parameters.get("properties")
     required = parameters.get("required")
-    definitions = {name: parameters[name] for name in _DEFINITIONS if name in parameters}
     if not isinstance(properties, dict):
         return {}
-    arguments = {}
-    for name, schema in properties.items():
-        kinds = list(_kinds(schema, parameters))
-        kind, found = next(((kind, found) for kind, found in kinds if kind != "null"), ("string", {}))
-        is_nullable = any(kind == "null" for kind, _ in kinds)
-        is_required = isinstance(required, list) and name in required
-        whole = schema if isinstance(schema, dict) else {}
-        arguments[name] = Argument(kind, is_nullable, is_required, {**definitions, **found}, {**definitions, **whole})
-    return arguments
+    required = required if isinstance(required, list) else []
+    return {name: argument_of(schema, parameters, is_required=name in required) for name, schema in properties.items()}
+
+
+def argument_of(schema: object, root: Mapping[str, Any], *, is_required: bool = True) -> Argument:
+    """Return the value that `schema` describes, which is a part of the schema `root`."""
+    definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+    kinds = list(_kinds(schema, root))
+    kind, found = next(((kind, found) for kind, found in kinds if kind != "null"), ("string", {}))
+    is_nullable = any(kind == "null" for kind, _ in kinds)
+    whole = schema if isinstance(schema, dict) else {}
+    return Argument(kind, is_nullable, is_required, {**definitions, **found}, {**definitions, **whole})
 
 
 def argument_json(text: str, argument: Argument | None) -> str:

@@ -1,0 +1,250 @@
+"""FunctionGemma's calls: `<start_function_call>call:weather{city:<escape>Ulm<escape>,days:3}<end_function_call>`.
+
+Values are like JSON's, but texts stand between two `<escape>`, and keys stand alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from swiftkv.grammars import held_schema
+from swiftkv.server.tool_parsers.argument_types import (
+    Argument,
+    argument_json,
+    argument_of,
+    argument_rules,
+    arguments_of,
+)
+from swiftkv.server.tool_parsers.base import (
+    ArgumentWriter,
+    Said,
+    TaggedParser,
+    ToolEvent,
+    ToolFunction,
+    any_call,
+    further_calls,
+    split_at,
+    split_at_first,
+)
+
+_OPEN, _CLOSE, _ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
+_CALL = "call:"
+_BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
+_MARKS = (_ESCAPE, *_BRACKETS, ",")
+_SCALAR = re.compile(r"[^,\[\]{}]+")
+_BETWEEN = " \t\r\n,"
+_MAX_DEPTH = 4  # of lists and objects whose schemas a grammar holds
+
+
+class FunctionGemmaParser(TaggedParser):
+    template_mark = _OPEN
+    call_opening = _OPEN
+    call_tags = (_OPEN, _CLOSE, _ESCAPE)
+    shows_special_tokens = True
+
+    def __init__(self, functions: Sequence[ToolFunction] = (), *, must_call: bool = False) -> None:
+        super().__init__(functions, must_call=must_call)
+        self._parameters = {function.name: arguments_of(function.parameters) for function in functions}
+        self._known: dict[str, Argument] = {}  # the arguments that the called function knows
+        self._next: Literal["text", "name", "key", "value", "text in value", "call end"] = "text"
+        self._opening = ""  # the tag before a call: for the user unless it begins
+        self._key = ""  # the key of the argument in progress
+        self._value = ""
+        self._depth = 0  # of brackets in the value
+        self._writer = ArgumentWriter()
+
+    def finish(self) -> list[ToolEvent]:
+        if self._next not in ("text", "name"):
+            return []
+        text = self._unsaid(self._opening + self._rest)
+        return [Said(text)] if text else []
+
+    def _step(self, events: list[ToolEvent]) -> bool:
+        match self._next:
+            case "text":
+                before, is_there, self._rest = split_at(self._rest, _OPEN)
+                self._say(before, events)
+                if is_there:
+                    self._opening, self._next = _OPEN, "name"
+                return is_there
+            case "name":
+                return self._take_name(events)
+            case "key":
+                return self._take_key(events)
+            case "value":
+                return self._take_value(events)
+            case "text in value":
+                text, is_there, self._rest = split_at(self._rest, _ESCAPE)
+                self._value += text
+                if is_there:
+                    self._value, self._next = self._value + _ESCAPE, "value"
+                return is_there
+            case "call end":
+                _, tag, self._rest = split_at_first(self._rest, (_CLOSE, _OPEN))
+                if tag == _OPEN:  # the model left out the last tag
+                    self._rest = _OPEN + self._rest
+                self._next = "call end" if tag is None else "text"
+                return tag is not None
+
+    def _take_name(self, events: list[ToolEvent]) -> bool:
+        body = self._rest.lstrip()
+        name, is_whole, rest = body.removeprefix(_CALL).partition("{")
+        if _CALL.startswith(body) or (body.startswith(_CALL) and not is_whole and "<" not in name):
+            return False
+        text, self._opening = self._opening, ""
+        if not body.startswith(_CALL) or not is_whole or not name.strip() or "<" in name:
+            self._say(text, events)
+            self._next = "text"
+            return True
+        self._called()
+        self._rest, self._next = rest, "key"
+        self._known = self._parameters.get(name.strip(), {})
+        events += self._writer.begin(name.strip())
+        return True
+
+    def _take_key(self, events: list[ToolEvent]) -> bool:
+        body = self._rest.lstrip(_BETWEEN)
+        if body.startswith("}"):
+            self._rest, self._next = body[1:], "call end"
+            events.append(self._writer.end())
+            return True
+        key, is_whole, rest = body.partition(":")
+        if is_whole:
+            self._key, self._value, self._depth = key.replace(_ESCAPE, "").strip(), "", 0
+            self._rest, self._next = rest, "value"
+        return bool(is_whole)
+
+    def _take_value(self, events: list[ToolEvent]) -> bool:
+        """Take the value up to the next mark; a comma or a bracket of the call ends it."""
+        before, mark, self._rest = split_at_first(self._rest, _MARKS)
+        self._value += before
+        if mark is None:
+            return False
+        if not self._depth and mark in (",", "}"):
+            events.append(self._writer.add(self._key, _value_json(self._value, self._known.get(self._key))))
+            self._rest, self._next = mark + self._rest, "key"
+            return True
+        self._value += mark
+        self._depth = max(0, self._depth + _BRACKETS.get(mark, 0))
+        self._next = "text in value" if mark == _ESCAPE else "value"
+        return True
+
+    @staticmethod
+    def call_grammar(functions: Sequence[ToolFunction], *, several: bool) -> str:
+        more = further_calls("", several=several)
+        rules = [f"calls: call{more}", any_call(functions), *_ANY_VALUE]
+        for number, function in enumerate(functions):
+            head = json.dumps(f"{_CALL}{function.name}{{")
+            rules.append(f'call_{number}: tag_0 {head} first_{number}_0 "}}" tag_1')
+            rules += _object_rules(str(number), function.parameters, depth=0)
+        return "\n".join(rules)
+
+
+_ANY_VALUE = (
+    'any_value: any_text | any_list | any_object | "true" | "false" | "null" | any_number',
+    r"any_text: tag_2 (/[^<]+/ | /<+([^<e]|e[^<s]|es[^<c])/)* tag_2",  # no end of a text within it
+    'any_list: "[" (any_value ("," any_value)*)? "]"',
+    'any_object: "{" (any_key ":" any_value ("," any_key ":" any_value)*)? "}"',
+    r"any_key: /[A-Za-z_][\w.-]{0,63}/",
+    'any_number: %json {"type": "number"}',
+)
+"""Lark rules of values without a schema."""
+
+
+def _object_rules(name: str, schema: Mapping[str, Any], *, depth: int) -> list[str]:
+    """Return the rules of an object's members: sorted by their keys, as the chat template writes them."""
+    arguments = dict(sorted(arguments_of(schema).items(), key=lambda item: item[0].lower()))
+    rules = argument_rules(name, arguments, assign=":", between=",")
+    for index, argument in enumerate(arguments.values()):
+        rules += _value_rules(f"{name}_{index}", argument, depth=depth)
+    return rules
+
+
+def _value_rules(name: str, argument: Argument, *, depth: int) -> list[str]:
+    rule, rules = _value_rule(name, argument, depth=depth)
+    return [f"value_{name}: {rule}" + (' | "null"' if argument.is_nullable else ""), *rules]
+
+
+def _value_rule(name: str, argument: Argument, *, depth: int) -> tuple[str, list[str]]:
+    """Return what a value may be, and the rules that this needs."""
+    if argument.choices:
+        return f"tag_2 ({' | '.join(map(json.dumps, argument.choices))}) tag_2", []
+    match argument.kind:
+        case "string":
+            return "any_text", []
+        case "integer" | "number" | "boolean":
+            return f"json_{name}", [f"json_{name}: %json {json.dumps(held_schema(dict(argument.schema)))}"]
+        case "array" if depth < _MAX_DEPTH and "items" in argument.schema:
+            items = argument_of(argument.schema["items"], argument.schema)
+            each = f"value_{name}_each"
+            return f'"[" ({each} ("," {each})*)? "]"', _value_rules(f"{name}_each", items, depth=depth + 1)
+        case "object" if depth < _MAX_DEPTH and argument.schema.get("properties"):
+            return f'"{{" first_{name}_0 "}}"', _object_rules(name, argument.schema, depth=depth + 1)
+        case "array":
+            return "any_list", []
+        case "object":
+            return "any_object", []
+    return "any_value", []
+
+
+def _value_json(text: str, argument: Argument | None) -> str:
+    """Return the value of an argument as JSON; one that cannot be read is a string."""
+    text = text.strip()
+    if text.startswith(("[", "{")):
+        try:
+            value, end = _read(text, 0)
+        except (ValueError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+        return value if end == len(text) else json.dumps(text, ensure_ascii=False)
+    if text.startswith(_ESCAPE):
+        return argument_json(text.removeprefix(_ESCAPE).removesuffix(_ESCAPE), argument)
+    return _scalar_json(text) if argument is None else argument_json(text, argument)
+
+
+def _read(text: str, start: int) -> tuple[str, int]:
+    """Return the value that begins at `start` as JSON, and where it ends.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if text.startswith(_ESCAPE, start):
+        end = text.index(_ESCAPE, start + len(_ESCAPE))
+        return json.dumps(text[start + len(_ESCAPE) : end], ensure_ascii=False), end + len(_ESCAPE)
+    bracket = text[start : start + 1]
+    if bracket not in ("[", "{"):
+        scalar = _SCALAR.match(text, start)
+        if scalar is None:
+            raise ValueError("no value")
+        return _scalar_json(scalar[0].strip()), scalar.end()
+    members, end, closing = [], start + 1, "]" if bracket == "[" else "}"
+    while not text.startswith(closing, end := _skip_between(text, end)):
+        key = ""
+        if bracket == "{":
+            colon = text.index(":", end)
+            key = json.dumps(text[end:colon].replace(_ESCAPE, "").strip(), ensure_ascii=False) + ": "
+            end = _skip_between(text, colon + 1)
+        value, end = _read(text, end)
+        members.append(key + value)
+    return f"{bracket}{', '.join(members)}{closing}", end + 1
+
+
+def _skip_between(text: str, start: int) -> int:
+    while start < len(text) and text[start] in _BETWEEN:
+        start += 1
+    return start
+
+
+def _scalar_json(text: str) -> str:
+    """Return a number, a boolean or null as JSON, and any other text as a string."""
+    if text in ("None", "True", "False"):  # the chat template writes None so
+        return {"None": "null", "True": "true", "False": "false"}[text]
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return json.dumps(text, ensure_ascii=False)
+    return text
