@@ -28,7 +28,15 @@ from swiftkv.kernels.ops import PackedMlp
 from swiftkv.models import quantization
 from swiftkv.models.config import AttentionKind, DecoderConfig, with_window
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
-from swiftkv.models.hf_config import TEXT_MODEL, HFConfig, read_eos_token_ids, read_json, read_rope, with_outer_keys
+from swiftkv.models.hf_config import (
+    TEXT_MODEL,
+    HFConfig,
+    read_eos_token_ids,
+    read_json,
+    read_quantization,
+    read_rope,
+    with_outer_keys,
+)
 from swiftkv.models.parts import Attention, GatedMlp
 from swiftkv.models.weights import HeadSlices, RankSlices, Weight
 
@@ -113,7 +121,8 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
     file = directory / "config.json"
     if raw.hidden_act != traits.hidden_act:
         raise ConfigError(f"{file}: hidden_act: {raw.hidden_act!r} is not supported, only {traits.hidden_act!r} is")
-    quantization.check_config(file, raw.quantization_config)
+    place, how_quantized = read_quantization(directory, raw.quantization_config)
+    quantization.check_config(place, how_quantized)
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     head_dim = raw.head_dim or traits.head_dim or raw.hidden_size // raw.num_attention_heads
     if raw.num_attention_heads % num_kv_heads:
@@ -151,7 +160,7 @@ def decoder_config(architecture: str, directory: Path, raw: HFConfig, traits: Tr
         eos_token_ids=read_eos_token_ids(directory, raw),
         norm_offset=traits.norm_offset,
         activation=_ACTIVATIONS[raw.hidden_act],
-        qweights=quantization.qweights_of(raw.quantization_config),
+        qweights=quantization.qweights_of(how_quantized),
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import RopeConfig, RopeType
+from swiftkv.models.quantization import OWN_FILES
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 """The kinds of layers, in `layer_types` and in nested `rope_parameters`."""
@@ -137,6 +138,19 @@ _HFConfig = TypeVar("_HFConfig", bound=HFConfig)
 def read_architectures(file: Path) -> list[str]:
     """Return the architectures that `config.json` names. Raises as `read_json` does."""
     return read_json(file, _Architectures).architectures
+
+
+def read_quantization(directory: Path, raw: Any) -> tuple[str, Any]:
+    """Return the name of the place that says how a checkpoint is quantized, and the `quantization_config` in it.
+
+    `raw` is that of `config.json`. Without one, it is that of the older programs' own files, if there is one.
+    """
+    if raw is None:
+        for file in (directory / name for name in OWN_FILES if (directory / name).is_file()):
+            own = read_json(file, dict[str, Any])
+            method = "awq" if "w_bit" in own or "version" in own else "gptq"
+            return str(file), {"quant_method": method, "bits": own.get("w_bit"), **own}
+    return f"{directory / 'config.json'}: quantization_config", raw
 
 
 def read_rope(file: Path, raw: HFConfig) -> RopeConfig:

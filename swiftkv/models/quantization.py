@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -32,6 +31,9 @@ _BITS = (2, 4, 8)
 """The sizes that a packed number may have."""
 _SCALES = ("_scale_inv", "_scale")
 """The names of the factors beside a weight. By both, programs mean what its numbers are to be multiplied by."""
+
+OWN_FILES = ("quantize_config.json", "quant_config.json")
+"""The files in which AutoGPTQ and AutoAWQ said how they quantize, before `config.json` did."""
 
 QWeights = Literal["gptq", "gptq_v2", "awq"]
 """The formats that call a packed weight `qweight`. The first two differ in the zeros, which gptq stores less one."""
@@ -64,18 +66,21 @@ class _Quantization(msgspec.Struct):
     config_groups: dict[str, _Group] = {}  # this and the next two: compressed-tensors
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
-    bits: int | float | None = None  # this and the rest: gptq and awq
+    bits: int | float | None = None  # this and the rest: gptq, awq and AutoRound
     checkpoint_format: str | None = None
     version: str | None = None
     backend: str | None = None
     pack_dtype: str | None = None
     is_marlin_format: bool | None = None
+    packing_format: str | None = None  # this and the next two: AutoRound
+    data_type: str = "int"
+    act_bits: int = 16
     adapter: Any = None  # GPTQModel: low-rank matrices to be added to the weights
     rotation: Any = None
 
 
-def check_config(file: Path, raw: Any) -> None:
-    """Raise `ConfigError` unless `raw`, the `quantization_config` of a config file, is null or can be read."""
+def check_config(place: str, raw: Any) -> None:
+    """Raise `ConfigError` unless `raw`, the `quantization_config` in a place, is null or can be read."""
     if raw is None:
         return
     try:
@@ -84,9 +89,9 @@ def check_config(file: Path, raw: Any) -> None:
         why = str(error)
     if why is not None:
         raise ConfigError(
-            f"{file}: quantization_config: {why}; supported are FP8 weights (quant_method fp8, fbgemm_fp8, modelopt, "
-            "compressed-tensors), int8 and int4 weights (compressed-tensors, gptq, awq), and MXFP4 experts of gpt-oss; "
-            "use a checkpoint in one of these, or the original weights"
+            f"{place}: {why}; supported are FP8 weights (quant_method fp8, fbgemm_fp8, modelopt, "
+            "compressed-tensors), int8 and int4 weights (compressed-tensors, gptq, awq, auto-round), and MXFP4 experts "
+            "of gpt-oss; use a checkpoint in one of these, or the original weights"
         )
 
 
@@ -95,9 +100,14 @@ def qweights_of(raw: Any) -> QWeights | None:
     if raw is None:
         return None
     quantization = msgspec.convert(raw, _Quantization)
-    if quantization.quant_method == "gptq":
-        return "gptq_v2" if _gptq_format(quantization) == "gptq_v2" else "gptq"
-    return "awq" if quantization.quant_method == "awq" else None
+    match quantization.quant_method:
+        case "gptq":
+            return "gptq_v2" if _gptq_format(quantization) == "gptq_v2" else "gptq"
+        case "awq":
+            return "awq"
+        case "auto-round" | "intel/auto-round":
+            return _AUTO_ROUND.get(_packing(quantization))
+    return None
 
 
 def is_block_wise(raw: Any) -> bool:
@@ -114,6 +124,8 @@ def _why_not(quantization: _Quantization) -> str | None:
             return _why_not_gptq(quantization)
         case "awq":
             return _why_not_awq(quantization)
+        case "auto-round" | "intel/auto-round":
+            return _why_not_auto_round(quantization)
         case "modelopt" if quantization.quant_algo != "FP8":
             return f"quant_algo {quantization.quant_algo} is not supported"
         case "fp8" | "fbgemm_fp8" | "modelopt":
@@ -179,6 +191,34 @@ def _why_not_awq(quantization: _Quantization) -> str | None:
     if quantization.bits != 4:
         return f"bits {quantization.bits} of awq are not supported, only 4 are"
     return _why_not_qweights(quantization)
+
+
+_AUTO_ROUND: dict[str, QWeights] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
+"""The packings of AutoRound that can be read: they are those of two other programs."""
+
+
+def _packing(quantization: _Quantization) -> str:
+    """Return the packing of AutoRound. Older files have it in `backend`, with the name of a kernel behind it."""
+    in_backend = quantization.backend if (quantization.backend or "").startswith("auto_round:") else None
+    packing = quantization.packing_format or in_backend or "auto_round:auto_gptq"
+    return ":".join(packing.split(":")[:2])
+
+
+def _why_not_auto_round(quantization: _Quantization) -> str | None:
+    packing = _packing(quantization)
+    if packing not in _AUTO_ROUND:
+        return f"packing_format {packing} of auto-round is not supported, only {', '.join(_AUTO_ROUND)} are"
+    if quantization.data_type != "int" or quantization.act_bits < 16:
+        return "auto-round with a data_type other than int, or quantized activations, is not supported"
+    bits = _BITS if _AUTO_ROUND[packing] == "gptq" else (4,)
+    if quantization.bits not in bits:
+        return f"bits {quantization.bits} of {packing} are not supported, only {', '.join(map(str, bits))} are"
+    return None
 
 
 def _why_not_qweights(quantization: _Quantization) -> str | None:
@@ -278,7 +318,7 @@ class _Search:
         if qweights is None:
             raise CheckpointError(
                 f"tensor {self.numbers} is of GPTQ or AWQ, but config.json has no quantization_config that says which; "
-                "copy it from the original checkpoint, where older programs have it in quantize_config.json"
+                f"copy it, or {' or '.join(OWN_FILES)} of older programs, from the original checkpoint"
             )
         rows, columns = self.matrix
         module = self.numbers.removesuffix("qweight")

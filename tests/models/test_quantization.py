@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,18 @@ GPTQMODEL = {  # as GPTQModel writes it
     "quant_method": "gptq",
     "sym": False,
 }
+AUTO_ROUND = {  # as Intel publishes it
+    "autoround_version": "0.5.1",
+    "batch_size": 8,
+    "bits": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}, "lm_head": {"bits": 16}},
+    "group_size": 128,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "sym": True,
+}
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
@@ -149,6 +162,10 @@ def compressed(**weights: Any) -> dict[str, Any]:
         AWQ | {"version": "GEMM"},
         GPTQ,
         GPTQMODEL,
+        AUTO_ROUND,
+        AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+        AUTO_ROUND
+        | {"packing_format": None, "quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"},
     ],
 )
 def test_kinds_that_are_read(quantization: dict[str, Any], tmp_path: Path) -> None:
@@ -161,7 +178,12 @@ def test_kinds_that_are_read(quantization: dict[str, Any], tmp_path: Path) -> No
     ("quantization", "words"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
-        ({"quant_method": "auto-round", "bits": 4}, "quant_method auto-round"),
+        (AUTO_ROUND | {"packing_format": "auto_round"}, "packing_format auto_round of auto-round"),
+        (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "packing_format auto_round:llm_compressor"),
+        (AUTO_ROUND | {"bits": 3}, "bits 3 of auto_round:auto_gptq"),
+        (AUTO_ROUND | {"bits": 2, "packing_format": "auto_round:awq"}, "bits 2 of auto_round:awq"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type"),
+        (AUTO_ROUND | {"act_bits": 8}, "quantized activations"),
         ({"quant_method": "exl3", "bits": 4.06}, "quant_method exl3"),
         (AWQ | {"version": "gemv"}, "version gemv of awq"),
         (AWQ | {"backend": "llm-awq"}, "backend llm-awq of awq"),
@@ -191,6 +213,44 @@ def test_kinds_of_quantization_that_are_not(quantization: Any, words: str, tmp_p
     make_checkpoint(tmp_path, "llama")
     rewrite_config(tmp_path, quantization_config=quantization)
     with pytest.raises(ConfigError, match=f"quantization_config: .*{words}.*; supported are FP8 weights"):
+        read_config(tmp_path)
+
+
+OWN_GPTQ = {  # as AutoGPTQ writes it
+    "bits": 4,
+    "group_size": 128,
+    "damp_percent": 0.01,
+    "desc_act": True,
+    "sym": True,
+    "true_sequential": True,
+    "model_name_or_path": None,
+    "model_file_base_name": "model",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "qweights"),
+    [
+        ("quantize_config.json", OWN_GPTQ, "gptq"),
+        ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}, "awq"),
+        ("quantize_config.json", {"bits": 4, "quant_method": "gptq", "checkpoint_format": "gptq_v2"}, "gptq_v2"),
+    ],
+)
+def test_older_programs_say_it_in_files_of_their_own(
+    name: str, own: dict[str, Any], qweights: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    assert read_config(tmp_path).qweights is None
+    (tmp_path / name).write_text(json.dumps(own))
+    assert read_config(tmp_path).qweights == qweights
+    rewrite_config(tmp_path, quantization_config=BLOCKS)
+    assert read_config(tmp_path).qweights is None
+
+
+def test_what_such_a_file_has_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    (tmp_path / "quantize_config.json").write_text(json.dumps(OWN_GPTQ | {"is_marlin_format": True}))
+    with pytest.raises(ConfigError, match=r"quantize_config\.json: checkpoint_format marlin of gptq"):
         read_config(tmp_path)
 
 

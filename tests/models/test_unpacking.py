@@ -37,6 +37,7 @@ from tests.support.quantized import (
 SHAPE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320}
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+AUTO_ROUND: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"}
 PACKED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -142,6 +143,16 @@ def storing(store: Store, bits: int = 4, group_size: int = 64, **options: Any) -
     return stored
 
 
+def without_order(store: Any) -> Any:
+    """Store as AutoRound does: the groups of columns follow each other, and `g_idx` is left out."""
+
+    def stored(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        tensors, plain = store(name, weight)
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith("g_idx")}, plain
+
+    return stored
+
+
 def mixed(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Store a matrix as a rule of GPTQModel's `dynamic` for its layer says: 8 bits, smaller groups, or not at all."""
     if "layers.0" in name:
@@ -157,6 +168,8 @@ def mixed(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         ("mistral", mixed, GPTQ),
         ("qwen2", storing(as_awq, symmetric=False), AWQ),
         ("qwen3_moe", storing(as_awq, symmetric=False), AWQ),
+        ("llama", without_order(storing(as_gptq, symmetric=False)), AUTO_ROUND),
+        ("qwen3", storing(as_awq, symmetric=False), AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}),
         ("gemma3", storing(as_packed, symmetric=False), PACKED),
         ("qwen3_moe", storing(as_packed, shuffled=True), PACKED),
         ("mimo", storing(as_int8, bits=8, group_size=10**9), INT8),
