@@ -188,25 +188,25 @@ class Shares:
     """The accounts of engines that share cores, in its own table and by the caller's clock: see `shares.h`."""
 
     def __init__(self, num_cores: int) -> None: ...
-    def open(self, slot: int, threads: int, weight: float, max_share: float, is_whole: bool = False) -> None:
+    def open(self, account: int, threads: int, weight: float, max_share: float, is_whole: bool = False) -> None:
         """Open the account of an engine; if `is_whole`, it computes on all of its threads at once or on none.
 
         Raises `ValueError` for a share that makes no sense.
         """
-    def begin(self, slot: int, now_ns: int) -> None: ...
-    def end(self, slot: int) -> None: ...
-    def charge(self, slot: int, core_ns: int) -> None: ...
-    def ask(self, slot: int, now_ns: int) -> tuple[int, int]:
+    def begin(self, account: int, now_ns: int) -> None: ...
+    def end(self, account: int) -> None: ...
+    def charge(self, account: int, core_ns: int) -> None: ...
+    def ask(self, account: int, now_ns: int) -> tuple[int, int]:
         """Return on how many cores the engine may compute, and if on none, after how many nanoseconds to ask again."""
-    def forgive(self, slot: int) -> int:
+    def forgive(self, account: int) -> int:
         """Let the engine compute for a turn, and return on how many cores."""
-    def clock_ns(self, slot: int) -> float: ...
+    def clock_ns(self, account: int) -> float: ...
 
 class Turns:
     """The part of this process's engine in the table behind `fd`; its kernels wait for their turns from now on."""
 
     def __init__(
-        self, fd: int, slot: int, threads: int, weight: float, max_share: float, num_cores: int, num_ranks: int
+        self, fd: int, account: int, threads: int, weight: float, max_share: float, num_cores: int, num_ranks: int
     ) -> None:
         """Raises `ValueError` for a share that makes no sense."""
     def begin(self) -> None: ...

@@ -27,13 +27,13 @@ struct Claim {
     double rank;
     double clock_ns;
     double weight;
-    int slot;
+    int number;
     int32_t threads;
     bool is_whole;
     bool is_met = false;  // it is due as many cores as it has threads
     int32_t cores = 0;    // that it gets
 
-    bool operator<(const Claim& other) const { return rank != other.rank ? rank < other.rank : slot < other.slot; }
+    bool operator<(const Claim& other) const { return rank != other.rank ? rank < other.rank : number < other.number; }
 };
 
 // Divides cores by weight, but gives no engine more than it has threads. Returns the part that is due to a weight of 1.
@@ -82,17 +82,17 @@ void give_cores(int32_t num_cores, std::span<Claim> claims) {
     }
 }
 
-int checked_slot(int slot) {
-    if (slot < 0 || slot >= kMaxAccounts) throw std::invalid_argument("slot must be from 0 to 62");
-    return slot;
+int checked_number(int number) {
+    if (number < 0 || number >= kMaxAccounts) throw std::invalid_argument("account must be from 0 to 62");
+    return number;
 }
 
 }  // namespace
 
-ShareAccount::ShareAccount(ShareTable& table, int slot, const Share& share, int num_cores)
+ShareAccount::ShareAccount(ShareTable& table, int number, const Share& share, int num_cores)
     : table_(table),
-      slot_(checked_slot(slot)),
-      bit_(uint64_t{1} << slot_),
+      number_(checked_number(number)),
+      bit_(uint64_t{1} << number_),
       weight_(share.weight),
       num_cores_(num_cores),
       credit_ns_(static_cast<double>(kCreditNs) * num_cores / share.weight),
@@ -147,8 +147,8 @@ Permit ShareAccount::ask(int64_t now_ns) {
 
 int32_t ShareAccount::forgive() {
     double least = clock_ns();
-    for_each_wanting([&](int slot, const Account& other) {
-        if (is_there(slot, other, now_ns_)) least = std::min(least, rank(other));
+    for_each_wanting([&](int number, const Account& other) {
+        if (is_there(number, other, now_ns_)) least = std::min(least, rank(other));
     });
     account().clock_ns = least - 1;
     want();
@@ -158,22 +158,22 @@ int32_t ShareAccount::forgive() {
 int32_t ShareAccount::choose_cores(int64_t now_ns) {
     Claim claims[kMaxAccounts];
     size_t count = 0;
-    const auto add = [&](int slot, const Account& of) {
-        claims[count++] = {rank(of), of.clock_ns, of.weight, slot, of.threads, of.is_whole != 0};
+    const auto add = [&](int number, const Account& of) {
+        claims[count++] = {rank(of), of.clock_ns, of.weight, number, of.threads, of.is_whole != 0};
     };
-    add(slot_, account());
-    for_each_wanting([&](int slot, const Account& other) {
-        if (is_there(slot, other, now_ns)) add(slot, other);
+    add(number_, account());
+    for_each_wanting([&](int number, const Account& other) {
+        if (is_there(number, other, now_ns)) add(number, other);
     });
     is_alone_ = count == 1;
     const std::span all(claims, count);
     give_cores(num_cores_, all);
-    return std::find_if(all.begin(), all.end(), [&](const Claim& claim) { return claim.slot == slot_; })->cores;
+    return std::find_if(all.begin(), all.end(), [&](const Claim& claim) { return claim.number == number_; })->cores;
 }
 
-bool ShareAccount::is_there(int slot, const Account& other, int64_t now_ns) {
+bool ShareAccount::is_there(int number, const Account& other, int64_t now_ns) {
     const int64_t unseen_ns = now_ns - other.seen_ns;
-    if (unseen_ns > kForgottenNs) table_.wanting.fetch_and(~(uint64_t{1} << slot));
+    if (unseen_ns > kForgottenNs) table_.wanting.fetch_and(~(uint64_t{1} << number));
     return unseen_ns <= kAbsentNs;
 }
 
@@ -196,8 +196,8 @@ void ShareAccount::want() {
 void ShareAccount::advance_table_clock() {
     double least = clock_ns();
     if (!is_alone_)
-        for_each_wanting([&](int slot, const Account& other) {
-            if (is_there(slot, other, now_ns_)) least = std::min(least, other.clock_ns.load());
+        for_each_wanting([&](int number, const Account& other) {
+            if (is_there(number, other, now_ns_)) least = std::min(least, other.clock_ns.load());
         });
     double seen = table_.clock_ns;
     while (seen < least && !table_.clock_ns.compare_exchange_weak(seen, least)) {

@@ -63,8 +63,8 @@ static_assert(std::atomic<double>::is_always_lock_free && std::atomic<uint64_t>:
 // One engine's account.
 class ShareAccount {
   public:
-    // Begins anew, whatever another process left in the slot. Throws std::invalid_argument for an impossible share.
-    ShareAccount(ShareTable& table, int slot, const Share& share, int num_cores);
+    // Begins anew, whatever another process left in the account. Throws std::invalid_argument for an impossible share.
+    ShareAccount(ShareTable& table, int number, const Share& share, int num_cores);
 
     void begin(int64_t now_ns);  // the engine wants cores from now on
     void end();                  // the engine no longer wants cores
@@ -88,20 +88,20 @@ class ShareAccount {
         });
     }
 
-    double clock_ns() const { return table_.accounts[slot_].clock_ns; }
+    double clock_ns() const { return table_.accounts[number_].clock_ns; }
 
   private:
-    Account& account() { return table_.accounts[slot_]; }
+    Account& account() { return table_.accounts[number_]; }
 
     template <typename Visit>
     void for_each_wanting(Visit visit) {
         for (uint64_t left = table_.wanting & ~bit_; left != 0; left &= left - 1) {
-            const int slot = __builtin_ctzll(left);
-            visit(slot, table_.accounts[slot]);
+            const int number = __builtin_ctzll(left);
+            visit(number, table_.accounts[number]);
         }
     }
 
-    bool is_there(int slot, const Account& other, int64_t now_ns);
+    bool is_there(int number, const Account& other, int64_t now_ns);
     int64_t until_allowed(int64_t now_ns);
     void want();
     void advance_table_clock();
@@ -109,7 +109,7 @@ class ShareAccount {
     int32_t choose_cores(int64_t now_ns);
 
     ShareTable& table_;
-    int slot_;
+    int number_;
     uint64_t bit_;
     double weight_;
     int num_cores_;

@@ -46,9 +46,9 @@ void futex_wake(std::atomic<uint32_t>& word) {
 std::atomic<Turns*> Turns::in_use_{nullptr};
 std::atomic<int32_t> Turns::threads_{kAll};
 
-Turns::Turns(int fd, int slot, int32_t threads, double weight, double max_share, int num_cores, int num_ranks)
+Turns::Turns(int fd, int account, int32_t threads, double weight, double max_share, int num_cores, int num_ranks)
     : table_(map_table(fd)),
-      account_(*table_, slot, {threads * num_ranks, weight, max_share, num_ranks > 1}, num_cores),
+      account_(*table_, account, {threads * num_ranks, weight, max_share, num_ranks > 1}, num_cores),
       num_threads_(threads),
       cores_(threads),
       num_ranks_(num_ranks),

@@ -18,7 +18,7 @@ class Turns {
     // Maps the table at `fd`, which the caller keeps. An engine of several ranks pays for all of them: each computes as
     // much as this one, on all of its threads at once or on none. Throws std::system_error if the table cannot be
     // mapped.
-    Turns(int fd, int slot, int32_t threads, double weight, double max_share, int num_cores, int num_ranks);
+    Turns(int fd, int account, int32_t threads, double weight, double max_share, int num_cores, int num_ranks);
     ~Turns();
     Turns(const Turns&) = delete;
     Turns& operator=(const Turns&) = delete;

@@ -17,15 +17,16 @@ class Shares {
   public:
     explicit Shares(int num_cores) : num_cores_(num_cores), table_(std::make_unique<ShareTable>()) {}
 
-    void open(int slot, int threads, double weight, double max_share, bool is_whole) {
+    void open(int account, int threads, double weight, double max_share, bool is_whole) {
         const Share share{threads, weight, max_share, is_whole};
-        auto account = std::make_unique<ShareAccount>(*table_, slot, share, num_cores_);
-        accounts_[slot] = std::move(account);
+        auto opened = std::make_unique<ShareAccount>(*table_, account, share, num_cores_);
+        accounts_[account] = std::move(opened);
     }
 
-    ShareAccount& at(int slot) {
-        if (slot < 0 || slot >= kMaxAccounts || accounts_[slot] == nullptr) throw std::out_of_range("no such account");
-        return *accounts_[slot];
+    ShareAccount& at(int account) {
+        if (account < 0 || account >= kMaxAccounts || accounts_[account] == nullptr)
+            throw std::out_of_range("no such account");
+        return *accounts_[account];
     }
 
   private:
@@ -48,33 +49,34 @@ void bind_turns(nb::module_& m) {
     m.attr("LONGEST_WAIT_NS") = kLongestWaitNs;
     nb::class_<Shares>(m, "Shares")
         .def(nb::init<int>(), "num_cores"_a)
-        .def("open", &Shares::open, "slot"_a, "threads"_a, "weight"_a, "max_share"_a, "is_whole"_a = false)
+        .def("open", &Shares::open, "account"_a, "threads"_a, "weight"_a, "max_share"_a, "is_whole"_a = false)
         .def(
-            "begin", [](Shares& self, int slot, int64_t now_ns) { self.at(slot).begin(now_ns); }, "slot"_a, "now_ns"_a)
+            "begin", [](Shares& self, int account, int64_t now_ns) { self.at(account).begin(now_ns); }, "account"_a,
+            "now_ns"_a)
         .def(
-            "end", [](Shares& self, int slot) { self.at(slot).end(); }, "slot"_a)
+            "end", [](Shares& self, int account) { self.at(account).end(); }, "account"_a)
         .def(
-            "charge", [](Shares& self, int slot, int64_t core_ns) { self.at(slot).charge(core_ns); }, "slot"_a,
+            "charge", [](Shares& self, int account, int64_t core_ns) { self.at(account).charge(core_ns); }, "account"_a,
             "core_ns"_a)
         .def(
             "ask",
-            [](Shares& self, int slot, int64_t now_ns) {
-                const Permit permit = self.at(slot).ask(now_ns);
+            [](Shares& self, int account, int64_t now_ns) {
+                const Permit permit = self.at(account).ask(now_ns);
                 return std::pair(permit.cores, permit.wait_ns);
             },
-            "slot"_a, "now_ns"_a)
+            "account"_a, "now_ns"_a)
         .def(
-            "forgive", [](Shares& self, int slot) { return self.at(slot).forgive(); }, "slot"_a)
-        .def("clock_ns", [](Shares& self, int slot) { return self.at(slot).clock_ns(); }, "slot"_a);
+            "forgive", [](Shares& self, int account) { return self.at(account).forgive(); }, "account"_a)
+        .def("clock_ns", [](Shares& self, int account) { return self.at(account).clock_ns(); }, "account"_a);
     nb::class_<Turns>(m, "Turns")
         .def(
             "__init__",
-            [](Turns* self, int fd, int slot, int threads, double weight, double max_share, int num_cores,
+            [](Turns* self, int fd, int account, int threads, double weight, double max_share, int num_cores,
                int num_ranks) {
-                new (self) Turns(fd, slot, threads, weight, max_share, num_cores, num_ranks);
+                new (self) Turns(fd, account, threads, weight, max_share, num_cores, num_ranks);
                 Turns::use(self);
             },
-            "fd"_a, "slot"_a, "threads"_a, "weight"_a, "max_share"_a, "num_cores"_a, "num_ranks"_a)
+            "fd"_a, "account"_a, "threads"_a, "weight"_a, "max_share"_a, "num_cores"_a, "num_ranks"_a)
         .def("begin", &Turns::begin)
         .def("end", &Turns::end)
         .def("check", &Turns::check, nb::call_guard<nb::gil_scoped_release>())

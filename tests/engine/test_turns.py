@@ -32,26 +32,26 @@ class Takers:
         self._counts = memoryview(mmap.mmap(self._counts_fd, mmap.PAGESIZE)).cast("Q")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, slot: int) -> None:
+    def start(self, account: int) -> None:
         fds = (self._table.fd, self._counts_fd)
-        command = [sys.executable, str(PROGRAM), *map(str, fds), str(slot), str(self._num_cores)]
+        command = [sys.executable, str(PROGRAM), *map(str, fds), str(account), str(self._num_cores)]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        self.processes[slot] = subprocess.Popen(command, pass_fds=fds, env=environment)
+        self.processes[account] = subprocess.Popen(command, pass_fds=fds, env=environment)
 
-    def wait_until_it_computes(self, slot: int, num_parts: int = 30) -> None:
-        wanted = self._counts[slot] + num_parts
-        wait_for(f"{slot} to go on", lambda: self._counts[slot] >= wanted)
+    def wait_until_it_computes(self, account: int, num_parts: int = 30) -> None:
+        wanted = self._counts[account] + num_parts
+        wait_for(f"{account} to go on", lambda: self._counts[account] >= wanted)
 
-    def busy_threads(self, slot: int) -> int:
+    def busy_threads(self, account: int) -> int:
         """Return how many of its threads compute while it does a few parts."""
-        self.wait_until_it_computes(slot, 2)  # what it began with other threads is done
-        before = self._processor_ns(slot)
-        self.wait_until_it_computes(slot)
-        used = {thread: ns - before.get(thread, 0) for thread, ns in self._processor_ns(slot).items()}
+        self.wait_until_it_computes(account, 2)  # what it began with other threads is done
+        before = self._processor_ns(account)
+        self.wait_until_it_computes(account)
+        used = {thread: ns - before.get(thread, 0) for thread, ns in self._processor_ns(account).items()}
         return sum(ns > max(used.values()) / 10 for ns in used.values())
 
-    def _processor_ns(self, slot: int) -> dict[str, int]:
-        tasks = Path(f"/proc/{self.processes[slot].pid}/task")
+    def _processor_ns(self, account: int) -> dict[str, int]:
+        tasks = Path(f"/proc/{self.processes[account].pid}/task")
         return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()}
 
     def close(self) -> None:
@@ -64,10 +64,10 @@ class Takers:
 @pytest.fixture
 def takers() -> Iterator[Takers]:
     with closing(ShareTable.create()) as table, closing(Takers(table, num_cores=1)) as takers:
-        for slot in (0, 1):
-            takers.start(slot)
-        for slot in (0, 1):
-            takers.wait_until_it_computes(slot)
+        for account in (0, 1):
+            takers.start(account)
+        for account in (0, 1):
+            takers.wait_until_it_computes(account)
         yield takers
 
 
@@ -94,8 +94,8 @@ def test_all_stopped_at_once_go_on_together(takers: Takers) -> None:
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for process in takers.processes.values():
             process.send_signal(number)
-    for slot in (0, 1):
-        takers.wait_until_it_computes(slot)
+    for account in (0, 1):
+        takers.wait_until_it_computes(account)
 
 
 def test_as_many_threads_compute_as_there_are_cores_for_them() -> None:

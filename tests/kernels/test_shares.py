@@ -42,8 +42,8 @@ class Node:
         self.engines = engines
         self.shares = _cpu.Shares(num_cores)
         self.now_ms = 0
-        for slot, engine in enumerate(engines):
-            self.shares.open(slot, engine.threads, engine.weight, engine.max_share, engine.is_whole)
+        for number, engine in enumerate(engines):
+            self.shares.open(number, engine.threads, engine.weight, engine.max_share, engine.is_whole)
 
     def run(self, duration_ms: int) -> None:
         for _ in range(duration_ms):
@@ -51,39 +51,39 @@ class Node:
 
     def _tick(self) -> None:
         self.now_ms += 1
-        living = [(slot, engine) for slot, engine in enumerate(self.engines) if not engine.is_dead]
-        for slot, engine in living:
-            self._come_or_go(slot, engine)
-        wanting = [(slot, engine) for slot, engine in living if engine.wants]
+        living = [(number, engine) for number, engine in enumerate(self.engines) if not engine.is_dead]
+        for number, engine in living:
+            self._come_or_go(number, engine)
+        wanting = [(number, engine) for number, engine in living if engine.wants]
         for _, engine in wanting:
             engine.cores = 0
-        for slot, engine in [*wanting, *wanting]:  # who stops wakes others, which ask at once
-            engine.cores, _ = self.shares.ask(slot, self.now_ms * MS)
-        for slot, engine in wanting:
-            self._count_wait(slot, engine)
+        for number, engine in [*wanting, *wanting]:  # who stops wakes others, which ask at once
+            engine.cores, _ = self.shares.ask(number, self.now_ms * MS)
+        for number, engine in wanting:
+            self._count_wait(number, engine)
         taken = sum(engine.cores for _, engine in wanting)
-        for slot, engine in wanting:
+        for number, engine in wanting:
             core_ms = engine.cores * min(1.0, self.num_cores / taken) if taken else 0.0
             engine.core_ms.append(core_ms)
             engine.left_ms -= core_ms
             if core_ms:
-                self.shares.charge(slot, int(core_ms * MS))
+                self.shares.charge(number, int(core_ms * MS))
 
-    def _come_or_go(self, slot: int, engine: Engine) -> None:
+    def _come_or_go(self, number: int, engine: Engine) -> None:
         if engine.period_ms and self.now_ms % engine.period_ms == 0:
             engine.left_ms += engine.busy_ms * min(engine.threads, self.num_cores)
         wants = not engine.period_ms or engine.left_ms > 0
         if wants and not engine.wants:
-            self.shares.begin(slot, self.now_ms * MS)
+            self.shares.begin(number, self.now_ms * MS)
         elif engine.wants and not wants:
-            self.shares.end(slot)
+            self.shares.end(number)
         engine.wants = wants
 
-    def _count_wait(self, slot: int, engine: Engine) -> None:
+    def _count_wait(self, number: int, engine: Engine) -> None:
         engine.waited_ms = 0 if engine.cores else engine.waited_ms + 1
         engine.longest_wait_ms = max(engine.longest_wait_ms, engine.waited_ms)
         if engine.waited_ms * MS >= _cpu.LONGEST_WAIT_NS:
-            engine.cores = self.shares.forgive(slot)
+            engine.cores = self.shares.forgive(number)
 
 
 OPERATIONS = st.lists(
@@ -108,17 +108,17 @@ def test_answers_are_those_of_a_naive_model(
 ) -> None:
     real, naive = _cpu.Shares(num_cores), NaiveShares(num_cores)
     both: tuple[Any, ...] = (real, naive)
-    for slot, account in enumerate(accounts):
+    for number, account in enumerate(accounts):
         for shares in both:
-            shares.open(slot, *account)
+            shares.open(number, *account)
     now_ns = 0
-    for what, slot, amount_ns in operations:
+    for what, number, amount_ns in operations:
         arguments = {"charge": [amount_ns], "end": [], "forgive": []}.get(what)
         if arguments is None:
             now_ns += amount_ns
             arguments = [now_ns]
-        answers = [getattr(shares, what)(slot, *arguments) for shares in both]
-        assert answers[0] == answers[1], (what, slot)
+        answers = [getattr(shares, what)(number, *arguments) for shares in both]
+        assert answers[0] == answers[1], (what, number)
         for other in range(len(accounts)):
             assert real.clock_ns(other) == pytest.approx(naive.clock_ns(other), rel=1e-12)
 
@@ -279,9 +279,9 @@ def test_who_has_waited_long_computes_for_a_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "threads", "weight", "max_share"),
+    ("account", "threads", "weight", "max_share"),
     [(-1, 1, 1, 1), (63, 1, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, -1, 1), (0, 1, 1, 0), (0, 1, 1, 1.1)],
 )
-def test_shares_that_make_no_sense_are_refused(slot: int, threads: int, weight: float, max_share: float) -> None:
+def test_shares_that_make_no_sense_are_refused(account: int, threads: int, weight: float, max_share: float) -> None:
     with pytest.raises(ValueError, match="must be"):
-        _cpu.Shares(2).open(slot, threads, weight, max_share)
+        _cpu.Shares(2).open(account, threads, weight, max_share)
