@@ -34,7 +34,7 @@ class SharedTurns(Turns):
 
         num_cores = len(os.sched_getaffinity(0))
         self._turns = _cpu.Turns(
-            share.table_fd, share.account, threads * num_ranks, share.weight, share.max_share, num_cores, num_ranks
+            share.table_fd, share.account, threads, share.weight, share.max_share, num_cores, num_ranks
         )
 
     def __enter__(self) -> None:

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from swiftkv.engine.messages import ShareSpec
+from swiftkv.engine.turns import SharedTurns
 from swiftkv.shares import ShareTable
 from tests.support.node_process import wait_for
 
 pytest.importorskip("swiftkv._cpu")
 
+ACCOUNTS_AT, ACCOUNT_BYTES, THREADS_AT = 128, 128, 24  # in the table: see `shares.h`
 PROGRAM = Path(__file__).parent / "turn_taker.py"
 
 
@@ -116,3 +119,12 @@ def test_models_get_accounts_that_nobody_has() -> None:
         assert taken == list(range(63))
         table.give_back(5)
         assert (table.take_account(), table.take_account()) == (5, None)
+
+
+def test_an_engine_of_several_ranks_asks_for_the_cores_of_all_of_them() -> None:
+    with closing(ShareTable.create()) as table:
+        share = ShareSpec(table.fd, account=5, weight=1, max_share=1)
+        turns = SharedTurns(share, threads=3, num_ranks=2)
+        account = os.pread(table.fd, ACCOUNT_BYTES, ACCOUNTS_AT + 5 * ACCOUNT_BYTES)
+        del turns  # this process has no turns any more
+    assert int.from_bytes(account[THREADS_AT : THREADS_AT + 4], sys.byteorder) == 6
