@@ -8,7 +8,8 @@ from typing import ClassVar, cast
 
 from msgspec import Struct
 
-from swiftkv.server.answer import Answer, BegunRequest
+from swiftkv.server.answer import Answer
+from swiftkv.server.begun import BegunRequest
 from swiftkv.server.choices import Delta
 from swiftkv.server.named_logprobs import ChatTokenLogprob, chat_logprobs
 from swiftkv.server.passages import PassageEvent, Passages

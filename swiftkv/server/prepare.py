@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftkv.server.answer import Answer, BegunRequest, ChatAnswer, CompletionAnswer, Prompt, make_choices
+from swiftkv.server.answer import Answer, ChatAnswer, CompletionAnswer
+from swiftkv.server.begun import BegunRequest, Prompt, make_choices
 from swiftkv.server.choices import Choice
 from swiftkv.server.errors import ApiError
 from swiftkv.server.generation import SequenceRequest, Terms

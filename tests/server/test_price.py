@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from swiftkv.server.answer import BegunRequest, CompletionAnswer, Prompt, make_choices
+from swiftkv.server.answer import CompletionAnswer
+from swiftkv.server.begun import BegunRequest, Prompt, make_choices
 from swiftkv.server.detokenizer import StopMatcher, StopStrings
 from swiftkv.server.errors import ApiError
 from swiftkv.server.price import LIMITS, json_shape

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct
 
-from swiftkv.server.answer import BegunRequest
+from swiftkv.server.begun import BegunRequest
 from swiftkv.server.errors import ApiError
 from swiftkv.server.messages_api.objects import (
     BlockDelta,

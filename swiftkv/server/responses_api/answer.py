@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from swiftkv.server.answer import BegunRequest
+from swiftkv.server.begun import BegunRequest
 from swiftkv.server.choices import Delta
 from swiftkv.server.errors import ApiError
 from swiftkv.server.passage_answer import PassageAnswer
