@@ -269,6 +269,11 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
             ("", [("a", '{"x": "y z", "big": "1e999", "list": "[}"')]),
         ),
         ("<start_function_call>call:a{x:1}<start_function_call>call:b{}", ("", [("a", '{"x": 1}'), ("b", "{}")])),
+        (
+            "<start_function_call>call:a{}<end_function_call>\n<start_function_response>response:a{<start_function_call>",
+            ("", [("a", "{}")]),
+        ),
+        ("Not <start_function_response> yet", ("Not <start_function_response> yet", [])),
         ("<start_function_call>call:a{x", ("", [("a", "{")])),
         ("<start_function_call>call a{x:1}", ("<start_function_call>call a{x:1}", [])),
         ("so: <start_function_call> ca", ("so: <start_function_call> ca", [])),

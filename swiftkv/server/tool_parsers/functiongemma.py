@@ -33,6 +33,7 @@ from swiftkv.server.tool_parsers.base import (
 )
 
 _OPEN, _CLOSE, _ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
+_RESPONSE = "<start_function_response>"
 _CALL = "call:"
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _MARKS = (_ESCAPE, *_BRACKETS, ",")
@@ -51,7 +52,7 @@ class FunctionGemmaParser(TaggedParser):
         super().__init__(functions, must_call=must_call)
         self._parameters = {function.name: arguments_of(function.parameters) for function in functions}
         self._known: dict[str, Argument] = {}  # the arguments that the called function knows
-        self._next: Literal["text", "name", "key", "value", "text in value", "call end"] = "text"
+        self._next: Literal["text", "name", "key", "value", "text in value", "call end", "response"] = "text"
         self._opening = ""  # the tag before a call: for the user unless it begins
         self._key = ""  # the key of the argument in progress
         self._value = ""
@@ -67,11 +68,7 @@ class FunctionGemmaParser(TaggedParser):
     def _step(self, events: list[ToolEvent]) -> bool:
         match self._next:
             case "text":
-                before, is_there, self._rest = split_at(self._rest, _OPEN)
-                self._say(before, events)
-                if is_there:
-                    self._opening, self._next = _OPEN, "name"
-                return is_there
+                return self._take_text(events)
             case "name":
                 return self._take_name(events)
             case "key":
@@ -90,6 +87,20 @@ class FunctionGemmaParser(TaggedParser):
                     self._rest = _OPEN + self._rest
                 self._next = "call end" if tag is None else "text"
                 return tag is not None
+            case "response":  # the model goes on with results that it cannot know
+                self._rest = ""
+                return False
+
+    def _take_text(self, events: list[ToolEvent]) -> bool:
+        before, tag, self._rest = split_at_first(self._rest, (_OPEN, _RESPONSE))
+        self._say(before, events)
+        if tag == _OPEN:
+            self._opening, self._next = tag, "name"
+        elif tag is not None and self._is_behind_call:
+            self._next = "response"
+        elif tag is not None:
+            self._say(tag, events)
+        return tag is not None
 
     def _take_name(self, events: list[ToolEvent]) -> bool:
         body = self._rest.lstrip()
