@@ -592,7 +592,7 @@ NESTED = {
 @pytest.mark.parametrize(
     ("arguments", "holds"),
     [
-        ("tags:[<escape>a<escape>,<escape>b<escape>],tree:{below:[{leaf:2},{leaf:3}],leaf:1}", True),
+        ("tags:[<escape>a<escape>,<escape>b<escape>],tree:{below:[{below:[{leaf:2}],leaf:3},{leaf:4}],leaf:1}", True),
         ("tree:{leaf:1}", True),
         ("", True),
         ("tags:[<escape>c<escape>]", False),
@@ -606,6 +606,12 @@ def test_lists_and_objects_of_functiongemma_are_held_to_their_schemas(arguments:
     matcher = new_matcher(LLTokenizer("byte"), library_form(source))
     text = f"<start_function_call>call:f{{{arguments}}}<end_function_call>"
     assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
+
+
+def test_references_within_a_schema_do_not_multiply_the_rules_of_functiongemma() -> None:
+    member = {"type": "object", "properties": {f"a{number}": {"$ref": "#/$defs/m"} for number in range(50)}}
+    function = ToolFunction("f", {"$defs": {"m": member}, "properties": {"m": {"$ref": "#/$defs/m"}}})
+    assert len(TOOL_PARSERS["functiongemma"].call_grammar([function], several=True)) < 50_000
 
 
 def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:

@@ -39,7 +39,6 @@ _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _MARKS = (_ESCAPE, *_BRACKETS, ",")
 _SCALAR = re.compile(r"[^,\[\]{}]+")
 _BETWEEN = " \t\r\n,"
-_MAX_DEPTH = 4  # of lists and objects whose schemas a grammar holds
 
 
 class FunctionGemmaParser(TaggedParser):
@@ -152,7 +151,7 @@ class FunctionGemmaParser(TaggedParser):
         for number, function in enumerate(functions):
             head = json.dumps(f"{_CALL}{function.name}{{")
             rules.append(f'call_{number}: tag_0 {head} first_{number}_0 "}}" tag_1')
-            rules += _object_rules(str(number), function.parameters, depth=0)
+            rules += _SchemaRules(number, function.parameters).rules
         return "\n".join(rules)
 
 
@@ -167,40 +166,52 @@ _ANY_VALUE = (
 """Lark rules of values without a schema."""
 
 
-def _object_rules(name: str, schema: Mapping[str, Any], *, depth: int) -> list[str]:
-    """Return the rules of an object's members: sorted by their keys, as the chat template writes them."""
-    arguments = dict(sorted(arguments_of(schema).items(), key=lambda item: item[0].lower()))
-    rules = argument_rules(name, arguments, assign=":", between=",")
-    for index, argument in enumerate(arguments.values()):
-        rules += _value_rules(f"{name}_{index}", argument, depth=depth)
-    return rules
+class _SchemaRules:
+    """The Lark rules of one function's arguments. A schema that occurs several times, as by reference, has one rule."""
 
+    def __init__(self, number: int, parameters: Mapping[str, Any]) -> None:
+        self.rules: list[str] = []
+        self._number = number
+        self._names: dict[str, str] = {}  # of a schema's rule, by the schema
+        self._add_members(str(number), parameters)
 
-def _value_rules(name: str, argument: Argument, *, depth: int) -> list[str]:
-    rule, rules = _value_rule(name, argument, depth=depth)
-    return [f"value_{name}: {rule}" + (' | "null"' if argument.is_nullable else ""), *rules]
+    def _add_members(self, name: str, schema: Mapping[str, Any]) -> None:
+        """Add the rules of an object's members: sorted by their keys, as the chat template writes them."""
+        arguments = dict(sorted(arguments_of(schema).items(), key=lambda item: item[0].lower()))
+        self.rules += argument_rules(name, arguments, assign=":", between=",")
+        for index, (key, argument) in enumerate(arguments.items()):
+            self.rules.append(f"value_{name}_{index}: {self._rule_of(schema['properties'][key], argument)}")
 
+    def _rule_of(self, schema: object, argument: Argument) -> str:
+        """Return the name of the rule of a schema, which is read as `argument`."""
+        written = json.dumps(schema)
+        if written not in self._names:
+            name = self._names[written] = f"schema_{self._number}_{len(self._names)}"
+            rule = self._value(name, argument)
+            self.rules.append(f"{name}: {rule}" + (' | "null"' if argument.is_nullable else ""))
+        return self._names[written]
 
-def _value_rule(name: str, argument: Argument, *, depth: int) -> tuple[str, list[str]]:
-    """Return what a value may be, and the rules that this needs."""
-    if argument.choices:
-        return f"tag_2 ({' | '.join(map(json.dumps, argument.choices))}) tag_2", []
-    match argument.kind:
-        case "string":
-            return "any_text", []
-        case "integer" | "number" | "boolean":
-            return f"json_{name}", [f"json_{name}: %json {json.dumps(held_schema(dict(argument.schema)))}"]
-        case "array" if depth < _MAX_DEPTH and "items" in argument.schema:
-            items = argument_of(argument.schema["items"], argument.schema)
-            each = f"value_{name}_each"
-            return f'"[" ({each} ("," {each})*)? "]"', _value_rules(f"{name}_each", items, depth=depth + 1)
-        case "object" if depth < _MAX_DEPTH and argument.schema.get("properties"):
-            return f'"{{" first_{name}_0 "}}"', _object_rules(name, argument.schema, depth=depth + 1)
-        case "array":
-            return "any_list", []
-        case "object":
-            return "any_object", []
-    return "any_value", []
+    def _value(self, name: str, argument: Argument) -> str:
+        if argument.choices:
+            return f"tag_2 ({' | '.join(map(json.dumps, argument.choices))}) tag_2"
+        match argument.kind:
+            case "string":
+                return "any_text"
+            case "integer" | "number" | "boolean":
+                self.rules.append(f"json_{name}: %json {json.dumps(held_schema(dict(argument.schema)))}")
+                return f"json_{name}"
+            case "array":
+                if "items" not in argument.schema:
+                    return "any_list"
+                items = argument.schema["items"]
+                each = self._rule_of(items, argument_of(items, argument.schema))
+                return f'"[" ({each} ("," {each})*)? "]"'
+            case "object":
+                if not argument.schema.get("properties"):
+                    return "any_object"
+                self._add_members(name, argument.schema)
+                return f'"{{" first_{name}_0 "}}"'
+        return "any_value"
 
 
 def _value_json(text: str, argument: Argument | None) -> str:
