@@ -103,6 +103,7 @@ CASES: dict[str, list[tuple[str, Outcome]]] = {
         ("[]", ("[]", [])),
         ('[{"city": "Ulm"}, {"name": 1}]', ('[{"city": "Ulm"}, {"name": 1}]', [])),
         (' [{"na', (' [{"na', [])),
+        ('[{"name": "Ulm", "rivers": 3}]', ('[{"name": "Ulm", "rivers": 3}]', [])),
     ],
     "pythonic": [
         ("Just [text], with (a=1)", ("Just [text], with (a=1)", [])),

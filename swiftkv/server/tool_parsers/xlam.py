@@ -41,7 +41,7 @@ class XlamParser(SteppedParser):
             self._opening, self._rest = self._opening + "[", body[1:]
             return True
         if is_list and body.startswith("{"):
-            self._call = JsonCall()
+            self._call = JsonCall(needs_arguments=True)
             return True
         if self._has_called and body.startswith("]"):
             self._opening, self._rest, self._has_ended = "", body[1:], True
