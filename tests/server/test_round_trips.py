@@ -108,8 +108,8 @@ FAMILIES = {
         ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], [], "<|eot_id|>", thinks=False,
     ),
     "apriel": Family(
-        "{% if tools %}{% endif %}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% if m.tool_calls %}\n"
-        "<tool_calls>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
+        "{# if tools: within <tool_call></tool_call> tags #}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+        "{% if m.tool_calls %}\n<tool_calls>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
         '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | string }}, "id": "{{ c.id }}"}'
         "{% endfor %}]</tool_calls>{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
         "{% endif %}",

@@ -618,7 +618,9 @@ def test_references_within_a_schema_do_not_multiply_the_rules_of_functiongemma()
 def test_a_parser_is_chosen_by_name_or_by_the_template() -> None:
     assert set(TOOL_PARSERS) == {*get_args(ToolParserName)}
     assert choose_parser(None, "{% if tools %}<TOOLCALL>[{% endif %}") is TOOL_PARSERS["nemotron_json"]
-    assert choose_parser(None, "{% if tools %}<tool_calls>[{% endif %}") is TOOL_PARSERS["apriel"]
+    assert (
+        choose_parser(None, "{% if tools %}within <tool_call> tags: <tool_calls>[{% endif %}") is TOOL_PARSERS["apriel"]
+    )
     assert choose_parser(None, "{% if tools %}function<｜tool▁sep｜>{% endif %}") is TOOL_PARSERS["deepseek_v3"]
     assert choose_parser(None, "{% if tools %}<start_function_call>{% endif %}") is TOOL_PARSERS["functiongemma"]
     assert choose_parser("mistral", "") is TOOL_PARSERS["mistral"]

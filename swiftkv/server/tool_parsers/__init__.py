@@ -17,12 +17,12 @@ from swiftkv.server.tool_parsers.xlam import XlamParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "qwen3_coder": Qwen3CoderParser,  # before hermes, whose tag it has too
+    "apriel": AprielParser,  # before hermes, whose tag its template names by mistake
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "pythonic": PythonicParser,
     "xlam": XlamParser,
     "nemotron_json": NemotronJsonParser,
-    "apriel": AprielParser,
     "deepseek_v3": DeepSeekV3Parser,
     "functiongemma": FunctionGemmaParser,
     "mistral": MistralParser,
