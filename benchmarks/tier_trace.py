@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from lending_node import parser, say, table, write_report
 
 from swiftkv import _core
@@ -36,6 +37,8 @@ from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.messages import TierSpec
+from swiftkv.tier.reach import HostReach
+from swiftkv.tier.writer import queue_memory
 
 HOUR_S = 3600.0
 _MAX_MODEL_LEN = 1 << 18
@@ -98,6 +101,7 @@ class StubEngine:
         levels = Levels([Level("storage", open_backend(options, keys.fingerprint))])
         spec = TierSpec(None, str(directory), prefetch_threshold=BLOCK_TOKENS, write_policy=args.write_policy)
         self.pool = np.zeros((args.blocks, GROUP.block_bytes), np.uint8)
+        reach = HostReach([torch.from_numpy(self.pool.reshape(-1))])
         self.scheduler = _core.Scheduler(
             [_core.GroupSpec(1, args.blocks, 0, GROUP.block_bytes)],
             block_size=BLOCK_TOKENS,
@@ -110,7 +114,7 @@ class StubEngine:
         self._woken = threading.Event()
         self.levels = levels
         self.tier = StorageTier(
-            OpenStorage(spec, "fault", levels, keys, [self.pool.reshape(-1)]),
+            OpenStorage(spec, "fault", levels, keys, reach, queue_memory(reach, spec.queue_bytes, GROUP.block_bytes)),
             self.scheduler,
             self._woken.set,
             groups=[GROUP],

@@ -29,6 +29,14 @@ def download(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+def page_locked(num_bytes: int, device: torch.device) -> Tensor:
+    """Return new host memory, uint8 [num_bytes], that `device` copies from and to by itself.
+
+    Raises `RuntimeError` if it cannot be had. Torch keeps it for later calls when it is no longer used.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
 def _staged(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor

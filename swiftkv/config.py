@@ -20,8 +20,8 @@ from swiftkv.mistakes import describe_mistakes, show
 from swiftkv.model_config import LONGEST_NAME, ModelConfig
 from swiftkv.node_config import NodeConfig, is_loopback
 from swiftkv.tenant_config import mistakes_about_tenants
-from swiftkv.tier_config import HostConfig, StorageConfig, check_backends, why_not_below
-from swiftkv.units import PoolBytes, format_size
+from swiftkv.tier_config import HostConfig, StorageConfig, check_backends
+from swiftkv.units import DeviceShare, PoolBytes, format_size
 
 
 class Config(Section):
@@ -107,10 +107,7 @@ class Config(Section):
                     "or write device: cpu"
                 )
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
-            for tier, section in (("host", self.host_of(model)), ("storage", self.storage_of(model))):
-                if section is not None:
-                    why_not = why_not_below(tier, model.device, model.enable_prefix_caching)
-                    mistakes += [f"models[{i}].tiers.{tier}: {why}" for why in why_not]
+            mistakes += [f"models[{i}].tiers.{mistake}" for mistake in self._mistakes_about_tiers(model)]
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
                     f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
@@ -137,6 +134,18 @@ class Config(Section):
                         "of prompts and answers; write tcp://127.0.0.1:PORT or ipc:///PATH, or let everybody in with "
                         "node.allow_unauthenticated: true"
                     )
+
+    def _mistakes_about_tiers(self, model: ModelConfig) -> Iterator[str]:
+        host, memory = self.host_of(model), model.kv_cache.memory
+        if host is not None:
+            yield from (f"host: {why}" for why in model.why_not_below("host"))
+        if self.storage_of(model) is not None:
+            yield from (f"storage: {why}" for why in model.why_not_below("storage"))
+        if host is not None and host.ratio is not None and isinstance(memory, DeviceShare):
+            yield (
+                f"host.ratio: {memory} of a GPU is known in bytes only when the model is loaded, and host memory is "
+                "made before that; write a size instead, such as 64GiB, or kv_cache.memory as a size"
+            )
 
     def _mistakes_about_memory(self, model: ModelConfig) -> Iterator[str]:
         memory, on_gpu = model.kv_cache.memory, model.device != "cpu"

@@ -23,7 +23,6 @@ from swiftkv.config import Config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.model_config import ModelConfig
 from swiftkv.processes import module_command
-from swiftkv.tier_config import why_not_below
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
@@ -124,7 +123,7 @@ def write_storing_config(path: Path, model: ModelConfig, directory: Path) -> Pat
 
     Return the path of the copy; `None` if that model cannot have storage, or there is no file.
     """
-    if path.is_dir() or any(why_not_below("storage", model.device, model.enable_prefix_caching)):
+    if path.is_dir() or any(model.why_not_below("storage")):
         return None
     raw = yaml.safe_load(path.read_text())
     for section in raw["models"]:

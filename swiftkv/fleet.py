@@ -32,7 +32,6 @@ from swiftkv.server.sleep import Sleeper
 from swiftkv.server.storage_changes import StorageChanges
 from swiftkv.shares import ShareTable
 from swiftkv.supervisor import EngineSupervisor
-from swiftkv.tier_config import why_not_below
 
 _KEEP_EVERY_S = 60.0
 _PART_GIVING_WAY = 0.1  # of `load_timeout`
@@ -228,14 +227,13 @@ class Fleet:
             can_stay=model.tensor_parallel_size == 1,
         )
         lenders = () if lending is None else tuple(peer.name for peer in lending.lenders)
-        why_not = why_not_below("storage", model.device, model.enable_prefix_caching)
         storage = StorageChanges(
             plan.name,
             client.storage,
             spec=supervisor.storage,
             remember=supervisor.set_storage,
             directory=self.config.directory,
-            why_not=next(why_not, None),
+            why_not=next(model.why_not_below("storage"), None),
         )
         member = Member(model, plan, lenders, client, coordinator, supervisor, sleeper, storage, shape)
         self.members[plan.name] = member

@@ -45,18 +45,21 @@ def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = N
 def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
     """Raise `ConfigError` if the tiers want more than 80 % of the memory that weights and pools leave.
 
-    Nothing is measured: engines that start together would each count the other's.
+    Models on GPUs leave all of it, but lock some pages for copies between their pools and their tiers. Nothing is
+    measured: engines that start together would each count the other's.
     """
     on_host = _on_host(plans)
-    wanted_bytes = sum(plan.host_bytes or 0 for plan in on_host)
+    page_locked_bytes = sum(plan.page_locked_bytes for plan in plans)
+    wanted_bytes = sum(plan.host_bytes or 0 for plan in plans) + page_locked_bytes
     if not wanted_bytes:
         return
     allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
     taken_bytes = sum(plan.tensor_parallel_size * (plan.weight_bytes + plan.pool_bytes) for plan in on_host)
     limit_bytes = max(0, int(_LARGEST_PART * (allowed_bytes - taken_bytes)))
     if wanted_bytes > limit_bytes:
+        locked = f", {format_size(page_locked_bytes)} of it to copy from and to GPUs" if page_locked_bytes else ""
         raise ConfigError(
-            f"tiers.host: the models ask for {format_size(wanted_bytes)} of host memory together; of the "
+            f"tiers.host: the models ask for {format_size(wanted_bytes)} of host memory together{locked}; of the "
             f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
             f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
         )
@@ -88,12 +91,12 @@ class HostTiers:
 
         Raises `ConfigError` if the memory cannot be allocated.
         """
-        if not isinstance(plan, SizedPlan) or plan.host_bytes is None:
+        if plan.host_bytes is None:
             return engine
         assert engine.storage is not None
         weights = _files_of(plan)
         if weights not in self._memories:
-            sharers = [p for p in plans if isinstance(p, SizedPlan) and p.host_bytes and _files_of(p) == weights]
+            sharers = [p for p in plans if p.host_bytes and _files_of(p) == weights]
             self._memories[weights] = _Memory(_make_memory(plan, sharers))
         memory = self._memories[weights]
         memory.models.add(plan.name)
@@ -108,7 +111,7 @@ class HostTiers:
                 del self._memories[weights]
 
 
-def _make_memory(plan: SizedPlan, sharers: Sequence[SizedPlan]) -> int:
+def _make_memory(plan: ModelPlan, sharers: Sequence[ModelPlan]) -> int:
     num_bytes = sum(sharer.host_bytes or 0 for sharer in sharers)
     chunk_bytes = chunk_bytes_for(group.block_bytes for sharer in sharers for group in sharer.groups)
     try:

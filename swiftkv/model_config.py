@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -151,6 +152,17 @@ class ModelConfig(Section):
     def names(self) -> tuple[str, ...]:
         """The names by which clients may ask for the model, its own first."""
         return tuple(dict.fromkeys((self.name, *self.served_model_name)))
+
+    def why_not_below(self, tier: Literal["host", "storage"]) -> Iterator[str]:
+        """Yield the reasons why the model cannot have a `tier` below its pool, each with its remedy."""
+        otherwise = f"or tiers: {{{tier}: off}} for this model"
+        if self.device != "cpu" and self.tensor_parallel_size > 1:
+            yield (
+                f"KV of several ranks on GPUs (tensor_parallel_size {self.tensor_parallel_size}) is not stored in this "
+                f"version; write tensor_parallel_size: 1, {otherwise}"
+            )
+        if not self.enable_prefix_caching:
+            yield f"without prefix caching nothing is found there; write enable_prefix_caching: true, {otherwise}"
 
     @property
     def step_limit_s(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from swiftkv.config_fields import DURATION, SIZE, Duration, Section, Size, read_off
 from swiftkv.policies import PrefetchPolicy, WritePolicy
 from swiftkv.storage_options import parse_storage
+
+DEFAULT_QUEUE_BYTES = 64 << 20
 
 
 class StorageConfig(Section):
@@ -25,7 +27,7 @@ class StorageConfig(Section):
     prefetch_threshold: Annotated[int, Field(ge=1)] = Field(256, description="a number of tokens, at least 1")
     prefetch_timeout_base: Duration = Field(1.0, description=DURATION)
     prefetch_timeout_per_ki_token: Duration = Field(0.25, description=DURATION)
-    queue: Size = Field(64 << 20, description=SIZE)
+    queue: Size = Field(DEFAULT_QUEUE_BYTES, description=SIZE)
 
     @property
     def backend(self) -> dict[str, Any]:
@@ -47,11 +49,12 @@ class HostConfig(Section):
             raise ValueError("either of the two")
         return self
 
-    def bytes_for(self, pool_bytes: int) -> int:
-        """Return the bytes that a rank with a pool of `pool_bytes` brings."""
+    def bytes_for(self, pool_bytes: int | None) -> int:
+        """Return the bytes that a rank with a pool of `pool_bytes` brings; `None`: known only once it has started."""
         if self.size is not None:
             return self.size
         assert self.ratio is not None
+        assert pool_bytes is not None
         return int(self.ratio * pool_bytes)
 
 
@@ -71,12 +74,3 @@ def check_backends(sections: Mapping[str, TiersConfig | None], file: Path) -> No
     for where, tiers in sections.items():
         if tiers is not None and tiers.storage is not None:
             parse_storage(tiers.storage.backend, f"{where}.tiers.storage", file.resolve().parent)
-
-
-def why_not_below(tier: str, device: str, enable_prefix_caching: bool) -> Iterator[str]:
-    """Yield the reasons why a model cannot have a `tier` (host, storage) below its pool, each with its remedy."""
-    otherwise = f"or tiers: {{{tier}: off}} for this model"
-    if device != "cpu":
-        yield f"KV on a GPU ({device}) is not stored in this version; write device: cpu, {otherwise}"
-    if not enable_prefix_caching:
-        yield f"without prefix caching nothing is found there; write enable_prefix_caching: true, {otherwise}"

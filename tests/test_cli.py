@@ -129,6 +129,19 @@ def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
     assert [(model["name"], model["num_blocks"]) for model in planned] == [("tiny-model", 85)]
 
 
+def test_plan_shows_the_host_memory_of_a_model_on_a_gpu(tmp_path: Path, checkpoint: Path) -> None:
+    """Its pool is a part of the GPU, and not known yet."""
+    options = "device: 'cuda:0', kv_cache: {memory: 60%}, tiers: {host: {size: 8MiB}}"
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}, {options}}}]")
+    table = run("plan", file)
+    assert table.exit_code == 0, table.stderr
+    rows = [line.split()[:3] for line in table.stdout.splitlines()]
+    assert ["host", "memory", "8MiB:"] in rows
+    assert ["page-locked", "96MiB"] in rows
+    (planned,) = json.loads(run("plan", file, "--json").stdout)["models"]
+    assert (planned["host_bytes"], planned["page_locked_bytes"]) == (8 << 20, 96 << 20)
+
+
 @pytest.mark.parametrize("command", ["plan", "serve"])
 @pytest.mark.parametrize(
     ("section", "warning"),

@@ -13,7 +13,7 @@ from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import compile_engines
 from swiftkv.errors import ConfigError
 from swiftkv.host_tiers import HostTiers, check_fits_machine, check_host_memory
-from swiftkv.planning.models import SizedPlan
+from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
 from tests.support.checkpoints import make_checkpoint
 from tests.support.storage import opened
@@ -27,6 +27,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "other-name").symlink_to(directory / "weights")
     shutil.copytree(directory / "weights", directory / "copy")
     return directory
+
+
+def plan_of_gpu(directory: Path, options: str) -> tuple[ModelPlan, EngineConfig]:
+    """Return the plan of a model whose pool is a part of a GPU."""
+    model = f"{{name: gpu, path: weights, device: 'cuda:0', kv_cache: {{memory: 60%}}, {options}}}"
+    (directory / "node.yaml").write_text(f"models: [{model}]")
+    config = load_config(directory / "node.yaml")
+    plans = plan_node(config, need_weights=True)
+    (engine,) = compile_engines(config, plans, {}, directory, {"gpu": 0})
+    return plans[0], engine
 
 
 def plan(directory: Path, *models: str) -> tuple[list[SizedPlan], list[EngineConfig]]:
@@ -101,3 +111,28 @@ def test_more_than_the_machine_leaves_is_a_mistake(directory: Path) -> None:
         check_host_memory(plans, taken_bytes + (20 << 20) - 2)
     with pytest.raises(ConfigError, match="80 % of the rest is 0B"):
         check_host_memory(plans, taken_bytes - 1)
+
+
+def test_a_model_on_a_gpu_takes_its_host_memory_and_what_it_pins(directory: Path) -> None:
+    """Its weights and its pool lie elsewhere, and how large the pool is nobody knows before it starts."""
+    on_gpu, engine = plan_of_gpu(directory, "tiers: {host: {size: 8MiB}}")
+    assert not isinstance(on_gpu, SizedPlan)
+    assert on_gpu.host_bytes == 8 << 20
+    assert on_gpu.host_tokens is not None
+    assert on_gpu.page_locked_bytes == (64 + 32) << 20
+    needed_bytes = on_gpu.host_bytes + on_gpu.page_locked_bytes
+    check_fits_machine([on_gpu], 0)
+    check_host_memory([on_gpu], needed_bytes * 5 // 4)
+    with pytest.raises(ConfigError, match=r"104MiB of host memory together, 96MiB of it to copy from and to GPUs; "):
+        check_host_memory([on_gpu], needed_bytes * 5 // 4 - 2)
+    (fd,) = HostTiers().equip(on_gpu, engine, [on_gpu]).inherited_fds
+    assert os.fstat(fd).st_size == 8 << 20
+    os.close(fd)
+
+
+def test_only_a_model_on_a_gpu_with_a_tier_pins_memory(directory: Path) -> None:
+    (on_host,), _ = plan(directory, "path: weights, tiers: {host: {size: 8MiB}}")
+    assert on_host.page_locked_bytes == 0
+    assert plan_of_gpu(directory, "max_num_seqs: 8")[0].page_locked_bytes == 0
+    stores, _ = plan_of_gpu(directory, "tiers: {storage: {path: kv, size: 1GiB, queue: 100MiB}}")
+    assert (stores.host_bytes, stores.page_locked_bytes) == (None, (128 + 32) << 20)

@@ -54,8 +54,8 @@ def one_model(tiers: str, options: str = "") -> str:
             "models[0].tiers.storage: without prefix caching nothing is found there",
         ),
         (
-            one_model(file(), ", device: 'cuda:0'"),
-            "models[0].tiers.storage: KV on a GPU (cuda:0) is not stored in this version",
+            one_model(file(), ", device: 'cuda:0', tensor_parallel_size: 2"),
+            "models[0].tiers.storage: KV of several ranks on GPUs (tensor_parallel_size 2) is not stored in this ",
         ),
         (one_model("{host: {}}"), "models[0].tiers.host: {} is not off, or a mapping with either size or ratio"),
         (
@@ -65,17 +65,22 @@ def one_model(tiers: str, options: str = "") -> str:
         (one_model("{host: {ratio: 0}}"), "models[0].tiers.host.ratio: 0 is not the size as a multiple of the pool's"),
         (one_model("{host: 8GiB}"), "models[0].tiers.host: '8GiB' is not off, or a mapping with either"),
         (
-            one_model("{host: {ratio: 2.0}}", ", device: 'cuda:0'"),
-            "models[0].tiers.host: KV on a GPU (cuda:0) is not stored in this version; write device: cpu, or tiers: "
-            "{host: off} for this model",
+            one_model("{host: {ratio: 2.0}}", ", device: 'cuda:0', tensor_parallel_size: 4"),
+            "models[0].tiers.host: KV of several ranks on GPUs (tensor_parallel_size 4) is not stored in this version; "
+            "write tensor_parallel_size: 1, or tiers: {host: off} for this model",
+        ),
+        (
+            one_model("{host: {ratio: 2.0}}", ", device: 'cuda:0', kv_cache: {memory: 60%}"),
+            "models[0].tiers.host.ratio: 60% of a GPU is known in bytes only when the model is loaded, and host memory "
+            "is made before that; write a size instead",
         ),
         (
             "node: {tiers: {storage: {path: kv}}}\nmodels: [{name: chat, path: somewhere}]",
             "node.tiers.storage.size: missing",
         ),
         (
-            f"node: {{tiers: {file()}}}\nmodels: [{{name: a, path: b, device: 'cuda:0'}}]",
-            "models[0].tiers.storage: KV on a GPU (cuda:0)",
+            f"node: {{tiers: {file()}}}\nmodels: [{{name: a, path: b, device: 'cuda:0', tensor_parallel_size: 2}}]",
+            "models[0].tiers.storage: KV of several ranks on GPUs",
         ),
     ],
 )
@@ -99,6 +104,17 @@ def test_models_have_the_nodes_storage_unless_they_have_theirs(tmp_path: Path) -
     assert b is None
     assert c is not None
     assert (c.prefetch_policy, c.queue) == ("wait_complete", 8 << 20)
+
+
+def test_a_model_on_a_gpu_has_host_memory_and_storage(tmp_path: Path) -> None:
+    options = ", device: 'cuda:0', kv_cache: {memory: 60%}"
+    config = load(tmp_path, one_model("{host: {size: 8GiB}, storage: {path: kv, size: 1GiB}}", options))
+    (model,) = config.models
+    host = config.host_of(model)
+    assert host is not None
+    assert host.bytes_for(None) == 8 << 30
+    assert config.storage_of(model) is not None
+    assert [*model.why_not_below("host"), *model.why_not_below("storage")] == []
 
 
 def test_without_the_section_there_is_no_storage(tmp_path: Path) -> None:

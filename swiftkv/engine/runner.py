@@ -34,6 +34,7 @@ from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.parallel import ALONE, Communicator
 from swiftkv.models.registry import read_config
 from swiftkv.progress import PROGRESS
+from swiftkv.tier.reach import Reach, reach_of
 from swiftkv.transport.base import DevicePool, SharedPool, Transport
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.select import open_transport
@@ -111,6 +112,13 @@ class ModelRunner:
         Raises `ConfigError` if the pool of another rank cannot be mapped.
         """
         return [self.pool.tensor]
+
+    def reach_pools(self) -> Reach:
+        """Return the way of a tier to the pools of all ranks.
+
+        Raises `ConfigError` if the pool of another rank cannot be mapped, or no memory can be locked.
+        """
+        return reach_of(self.rank_pools(), max(region.group.block_bytes for region in self.pool.regions))
 
     def close(self) -> None:
         """Detach the lenders' pools; no step may follow."""

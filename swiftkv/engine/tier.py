@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from swiftkv._core import Scheduler
 from swiftkv.cache.geometry import KVGroup
@@ -27,8 +27,9 @@ from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.tier.rates import LoadPlanner
+from swiftkv.tier.reach import Reach
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
-from swiftkv.tier.writer import Writer
+from swiftkv.tier.writer import Writer, queue_memory
 from swiftkv.transport.base import Transport
 
 _CLOSE_PATIENCE_S = 2.0  # for a thread to write its queue, or to come back from a call
@@ -106,20 +107,19 @@ class StorageTier(Tier):
         self._levels = levels
         self._num_dropped_before = scheduler.num_dropped_offers()  # while other storage was attached
         self._groups = groups
-        self._pools = pools = opened.pools
+        self._reach = reach = opened.reach
         self._transport = transport
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
         stored = StoredBlocks(levels, keys)
-        self._loader = Loader(stored, wake)
+        self._loader = Loader(stored, reach, wake)
         self._loads = Loads(
-            spec, scheduler, self._loader, LoadPlanner(), groups=groups, pools=pools, max_num_seqs=max_num_seqs
+            spec, scheduler, self._loader, LoadPlanner(), groups=groups, reach=reach, max_num_seqs=max_num_seqs
         )
         self._writer = Writer(
             stored,
-            keys.num_ranks,
-            queue_bytes=spec.queue_bytes,
-            max_block_bytes=max(group.block_bytes for group in groups),
+            reach,
+            opened.queue,
             may_write=self._may_write,
             on_room=wake,
         )
@@ -127,7 +127,7 @@ class StorageTier(Tier):
             undo.callback(self.end)
             for level in levels.levels:
                 if register := level.backend.capabilities.register:
-                    for memory in (*(pool.data for pool in pools), self._writer.memory):
+                    for memory in (*reach.read_memory(), self._writer.memory):
                         register(memory)
             undo.pop_all()
         self._next_trial_s = 0.0  # monotonic
@@ -242,6 +242,7 @@ class StorageTier(Tier):
         if max_blocks := self._max_stores():
             block_keys, groups, links, offsets_bytes = self._scheduler.take_offers(max_blocks)
             num_taken = len(groups)
+            blocks = []
             places = zip(groups.tolist(), links.tolist(), offsets_bytes.tolist(), strict=True)
             for key, (group, link, offset) in zip(split_keys(block_keys), places, strict=True):
                 pools = self._pools_at(link)
@@ -249,18 +250,20 @@ class StorageTier(Tier):
                     self._num_out_of_reach += 1
                 else:
                     end = offset + self._groups[group].block_bytes
-                    self._writer.add(BlockName(key, group), [pool[offset:end] for pool in pools])
-            self._scheduler.end_copying()
+                    blocks.append((BlockName(key, group), [pool[offset:end] for pool in pools]))
+            if blocks:
+                self._writer.add(blocks)
+            self._scheduler.end_copying()  # others may write to these blocks now, peers among them
         if self._may_write():
             self._writer.loads_changed()
         return num_taken
 
-    def _pools_at(self, link: int) -> Sequence[npt.NDArray[np.uint8]] | None:
+    def _pools_at(self, link: int) -> Sequence[Tensor] | None:
         """Return our own pools for -1, otherwise that of the link's lender if it can be read in place."""
         if link < 0:
-            return self._pools
+            return self._reach.pools
         pool = None if self._transport is None else self._transport.lender_pool(link)
-        return None if pool is None else [pool]
+        return None if pool is None else [torch.from_numpy(pool)]
 
     def _max_stores(self) -> int:
         """Return how many blocks may be copied now; while storage is degraded, one now and then as a trial."""
@@ -281,18 +284,20 @@ class OpenStorage:
     name: str  # the name of the last backend
     levels: Levels
     keys: ObjectKeys
-    pools: Sequence[npt.NDArray[np.uint8]]  # of all ranks, [pool bytes], our own first
+    reach: Reach
+    queue: Tensor  # the memory of the writer
 
 
 def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], runner: ModelRunner) -> OpenStorage:
     """Open host memory and storage for a model: reads all of its weights, and may be called in any thread.
 
     Raises:
-        ConfigError: The backend cannot be opened, or the pools of other ranks cannot be mapped.
+        ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory not locked.
         OSError: The weights cannot be read, or the host memory cannot be mapped.
     """
-    pools = [pool.numpy() for pool in runner.rank_pools()]
-    keys = ObjectKeys(groups, weights_fingerprint(checkpoint), runner.kernels, len(pools))
+    reach = runner.reach_pools()
+    queue = queue_memory(reach, spec.queue_bytes, max(group.block_bytes for group in groups))
+    keys = ObjectKeys(groups, weights_fingerprint(checkpoint), runner.kernels, len(reach.pools))
     levels = []
     name = "host"
     if spec.host_fd is not None:
@@ -305,7 +310,7 @@ def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], runner
             levels.append(Level("storage", open_backend(options, keys.fingerprint)))
         except ConfigError as error:
             raise ConfigError(f"tiers.storage.{error}") from error
-    return OpenStorage(spec, name, Levels(levels), keys, pools)
+    return OpenStorage(spec, name, Levels(levels), keys, reach, queue)
 
 
 def _level_stats(level: Level, hit_tokens: int) -> LevelStats:

@@ -14,9 +14,10 @@ from swiftkv.model_config import ModelConfig
 from swiftkv.models.config import DecoderConfig
 from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
 from swiftkv.models.registry import read_config, weight_bytes
+from swiftkv.storage.buffers import page_locked_bytes
 from swiftkv.storage.host_medium import chunk_bytes_for, host_tokens
 from swiftkv.storage_options import FileOptions, StorageOptions, parse_storage
-from swiftkv.tier_config import HostConfig
+from swiftkv.tier_config import DEFAULT_QUEUE_BYTES, HostConfig
 from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 
@@ -42,6 +43,7 @@ class ModelPlan:
     enable_chunked_prefill: bool = True
     host: HostConfig | None = None  # None: there is no host memory below the pool
     storage: StorageOptions | None = None  # None: there is no storage tier
+    queue_bytes: int = DEFAULT_QUEUE_BYTES  # for blocks on their way down
     max_num_seqs: int = 64
     shares_extents: bool = False  # KV groups share one pool, if their blocks have an extent in common
 
@@ -87,6 +89,31 @@ class ModelPlan:
         return self.storage_bytes // (self.tensor_parallel_size * self.bytes_per_token)
 
     @property
+    def host_bytes(self) -> int | None:
+        """The host memory that the ranks of the model bring together; `None` if it has none below its pools."""
+        return None if self.host is None else self.tensor_parallel_size * self.host.bytes_for(self._known_pool_bytes)
+
+    @property
+    def _known_pool_bytes(self) -> int | None:
+        return None
+
+    @property
+    def host_tokens(self) -> int | None:
+        """The tokens whose KV fits in that memory if all groups keep all of them; of windows less is kept."""
+        if self.host_bytes is None:
+            return None
+        block_bytes = [group.block_bytes for group in self.groups] * self.tensor_parallel_size
+        return host_tokens(self.host_bytes, chunk_bytes_for(block_bytes), block_bytes, self.block_size)
+
+    @property
+    def page_locked_bytes(self) -> int:
+        """The host memory for blocks on their way between a pool on a GPU and the tiers below it."""
+        if not self.on_gpu or (self.host is None and self.storage is None):
+            return 0
+        largest = max(group.block_bytes for group in self.groups)
+        return page_locked_bytes(self.queue_bytes, self.tensor_parallel_size * largest)
+
+    @property
     def chunk_tokens(self) -> int:
         """The most tokens of one prompt that a step computes."""
         return self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
@@ -130,6 +157,10 @@ class SizedPlan(ModelPlan):
         return self.division.pool_bytes(self.group_blocks)
 
     @property
+    def _known_pool_bytes(self) -> int:
+        return self.pool_bytes
+
+    @property
     def pool_tokens(self) -> int:
         return self.num_blocks * self.block_size
 
@@ -137,19 +168,6 @@ class SizedPlan(ModelPlan):
     def longest_context(self) -> int:
         """The tokens of the longest sequence that the pool and the model allow."""
         return min(self.pool_tokens, self.max_context_len)
-
-    @property
-    def host_bytes(self) -> int | None:
-        """The host memory that the ranks of the model bring together; `None` if it has none below its pools."""
-        return None if self.host is None else self.tensor_parallel_size * self.host.bytes_for(self.pool_bytes)
-
-    @property
-    def host_tokens(self) -> int | None:
-        """The tokens whose KV fits in that memory if all groups keep all of them; of windows less is kept."""
-        if self.host_bytes is None:
-            return None
-        block_bytes = [group.block_bytes for group in self.groups] * self.tensor_parallel_size
-        return host_tokens(self.host_bytes, chunk_bytes_for(block_bytes), block_bytes, self.block_size)
 
     @property
     def budget_part(self) -> Fraction:
@@ -198,6 +216,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         enable_chunked_prefill=model.enable_chunked_prefill,
         host=config.host_of(model),
         storage=(None if storage is None else parse_storage(storage.backend, "tiers.storage", config.directory)),
+        queue_bytes=DEFAULT_QUEUE_BYTES if storage is None else storage.queue,
         max_num_seqs=model.max_num_seqs,
         shares_extents=True,
     )

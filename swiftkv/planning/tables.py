@@ -63,8 +63,9 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "longest context": [_once_known(p, lambda p: f"{p.longest_context:,}") for p in plans],
         "max_model_len": [f"{p.max_model_len:,}" for p in plans],
         **(sequences if any(p.has_windows for p in plans) else {}),
-        **({"host memory": [_once_known(p, _host) for p in plans]} if any(p.host for p in plans) else {}),
+        **({"host memory": [_host(p) for p in plans]} if any(p.host for p in plans) else {}),
         **({"storage": [_storage(p) for p in plans]} if any(p.storage for p in plans) else {}),
+        **({"page-locked": [_page_locked(p) for p in plans]} if any(p.page_locked_bytes for p in plans) else {}),
     }
     for label, cells in rows.items():
         table.add_row(label, *cells)
@@ -90,7 +91,7 @@ def _extent(plan: ModelPlan) -> str:
     return format_size(plan.division.extent_bytes) if isinstance(plan.division, SharedExtents) else "-"
 
 
-def _host(plan: SizedPlan) -> str:
+def _host(plan: ModelPlan) -> str:
     """Return the size of the host memory that a model brings, in bytes and in tokens of this model alone."""
     if plan.host_bytes is None:
         return "-"
@@ -104,6 +105,11 @@ def _storage(plan: ModelPlan) -> str:
     if plan.storage_bytes is None:
         return plan.storage.backend
     return f"{plan.storage.backend}, {format_size(plan.storage_bytes)}: {_at_least(plan)}{plan.storage_tokens:,} tokens"
+
+
+def _page_locked(plan: ModelPlan) -> str:
+    """Return the size of the host memory between a pool on a GPU and the tiers below it."""
+    return format_size(plan.page_locked_bytes) if plan.page_locked_bytes else "-"
 
 
 def _at_least(plan: ModelPlan) -> str:

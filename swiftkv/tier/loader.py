@@ -16,8 +16,10 @@ from swiftkv.latency import prefer_latency
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import HUNG_S
 from swiftkv.tier.keys import split_keys
+from swiftkv.tier.reach import Reach, Span
 from swiftkv.tier.storage_thread import StorageThread
-from swiftkv.tier.stored_blocks import BlockName, RankParts, StoredBlocks
+from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
+from swiftkv.transport.fence import Fence
 
 _BLOCKS_PER_GET = 64
 _GET_BYTES = 8 << 20
@@ -47,11 +49,7 @@ class Target:
     name: BlockName
     index: int  # the block's number in its prompt
     block: int  # as the core numbers it
-    into: RankParts
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.into)
+    span: Span
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +59,7 @@ class Load:
     request_id: int
     targets: Sequence[Target]
     deadline_s: float  # monotonic
+    handed_out: Fence  # steps that may still use what these blocks held before
     is_cancelled: bool = False
     num_begun: int = 0  # targets that were passed to storage, or are no longer wanted
     growth: int = 1  # the size of its next call, as a multiple of the first
@@ -86,7 +85,11 @@ class PartRead:
     @property
     def num_read(self) -> int:
         """The number of targets before the first that was not read."""
-        return next((i for i, status in enumerate(self.statuses) if status is not Status.OK), len(self.statuses))
+        return _num_read(self.statuses)
+
+
+def _num_read(statuses: Sequence[Status | None]) -> int:
+    return next((i for i, status in enumerate(statuses) if status is not Status.OK), len(statuses))
 
 
 class Loader:
@@ -96,9 +99,10 @@ class Loader:
     are withdrawn at their own deadlines.
     """
 
-    def __init__(self, stored: StoredBlocks, on_done: Callable[[], None]) -> None:
+    def __init__(self, stored: StoredBlocks, reach: Reach, on_done: Callable[[], None]) -> None:
         """`on_done` is called in the thread when `take_done` has something."""
         self._stored = stored
+        self._reach = reach
         self._on_done = on_done
         self._todo: deque[Search | Load] = deque()
         self._done: deque[Search | PartRead] = deque()
@@ -181,13 +185,19 @@ class Loader:
         part = self._next_part(load)
         statuses: list[Status | None] = []
         tiers: list[str] = []
+        waited_s = 0.0
         if not load.is_cancelled:
+            spans = [target.span for target in part]
             read, tiers = self._stored.get(
-                [target.name for target in part], [target.into for target in part], load.deadline_s
+                [target.name for target in part], self._reach.landing(spans), load.deadline_s
             )
             statuses += read
+            read_s = time.monotonic()
+            load.handed_out.wait()
+            waited_s = time.monotonic() - read_s  # says nothing about storage
+            self._reach.land(spans[: _num_read(read)])
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
-        took_s = time.monotonic() - began_s
+        took_s = time.monotonic() - began_s - waited_s
         if took_s < _SHORT_S:
             load.growth = min(2 * load.growth, _MAX_GROWTH)
         elif took_s > 2 * _SHORT_S:
@@ -206,7 +216,10 @@ class Loader:
         max_blocks, max_bytes = load.growth * _BLOCKS_PER_GET, load.growth * _GET_BYTES
         with self._thread.changed:
             while load.num_begun < len(load.targets) and len(part) < max_blocks and num_bytes < max_bytes:
-                part.append(load.targets[load.num_begun])
+                target = load.targets[load.num_begun]
+                num_bytes += target.span.num_bytes
+                if num_bytes > self._reach.max_read_bytes:
+                    break
+                part.append(target)
                 load.num_begun += 1
-                num_bytes += part[-1].num_bytes
         return part

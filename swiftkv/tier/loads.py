@@ -19,7 +19,8 @@ from swiftkv.tier.keys import split_keys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.messages import LoadStop, TierSpec
 from swiftkv.tier.rates import LoadPlanner, num_not_loaded
-from swiftkv.tier.stored_blocks import BlockName, RankParts
+from swiftkv.tier.reach import Reach, Span
+from swiftkv.tier.stored_blocks import BlockName
 
 _LONGEST_WAIT_S = 60.0
 """The time after which even `wait_complete` computes."""
@@ -79,16 +80,15 @@ class Loads:
         planner: LoadPlanner,
         *,
         groups: Sequence[KVGroup],
-        pools: Sequence[npt.NDArray[np.uint8]],
+        reach: Reach,
         max_num_seqs: int,
     ) -> None:
-        """`pools` are those of all ranks, uint8 [pool bytes]: blocks are read into them."""
         self._spec = spec
         self._scheduler = scheduler
         self._loader = loader
         self._planner = planner
         self._groups = groups
-        self._pools = pools
+        self._reach = reach
         self._max_num_seqs = max_num_seqs
         self._block_size = groups[0].block_size
         self._is_full = np.array([group.kind != "window" for group in groups])
@@ -243,12 +243,12 @@ class Loads:
             order = np.lexsort((groups, indices, self._is_full[groups]))
         keys = list(split_keys(block_keys))
         targets = [
-            Target(BlockName(keys[index], group), index, block, self._parts_at(offset, group))
+            Target(BlockName(keys[index], group), index, block, self._span_at(offset, group))
             for index, group, block, offset in zip(
                 *(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True
             )
         ]
-        load = wait.asked = Load(wait.request_id, targets, wait.deadline_s)
+        load = wait.asked = Load(wait.request_id, targets, wait.deadline_s, self._reach.fence())
         wait.unread = dict.fromkeys(targets)
         self._reading_bytes += _num_bytes(targets)
         self._expected[wait.request_id] = ExpectedHits(wait.num_usable, length, wait.span.is_back)
@@ -322,11 +322,10 @@ class Loads:
 
     def _load_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs, of all ranks."""
-        return len(self._pools) * sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
+        return len(self._reach.pools) * sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
 
-    def _parts_at(self, offset_bytes: int, group: int) -> RankParts:
-        end_bytes = offset_bytes + self._groups[group].block_bytes
-        return [pool[offset_bytes:end_bytes].data for pool in self._pools]
+    def _span_at(self, offset_bytes: int, group: int) -> Span:
+        return Span(offset_bytes, self._groups[group].block_bytes, len(self._reach.pools))
 
     def _read(self, part: PartRead) -> None:
         num_read = part.num_read
@@ -380,4 +379,4 @@ def num_needed(group: KVGroup, begin: int, end: int) -> int:
 
 
 def _num_bytes(targets: Sequence[Target]) -> int:
-    return sum(target.num_bytes for target in targets)
+    return sum(target.span.num_bytes for target in targets)

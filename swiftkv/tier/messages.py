@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from swiftkv.policies import PrefetchPolicy, WritePolicy
-from swiftkv.tier_config import StorageConfig
+from swiftkv.tier_config import DEFAULT_QUEUE_BYTES, StorageConfig
 
 LoadStop = Literal["late", "corrupt", "failed", "declined"]
 """The reasons why a prompt got less from a tier than was there; declined: computing was expected to be as fast."""
@@ -26,7 +26,7 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_threshold: int = 256  # the fewest tokens to load; fewer are computed
     prefetch_timeout_base_s: float = 1.0
     prefetch_timeout_per_ki_token_s: float = 0.25
-    queue_bytes: int = 64 << 20  # host memory for blocks on their way down
+    queue_bytes: int = DEFAULT_QUEUE_BYTES  # host memory for blocks on their way down
 
     @property
     def close_patience_s(self) -> float:

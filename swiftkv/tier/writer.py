@@ -7,10 +7,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
 from swiftkv.storage.backend import Status
+from swiftkv.storage.buffers import queue_rows
+from swiftkv.tier.reach import Reach
 from swiftkv.tier.storage_thread import StorageThread
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 
@@ -28,6 +29,16 @@ class _Copy:
     part_bytes: int  # of each rank
 
 
+def queue_memory(reach: Reach, queue_bytes: int, max_block_bytes: int) -> Tensor:
+    """Return memory for a queue of blocks of all ranks, uint8 [rows, ranks, max_block_bytes].
+
+    `max_block_bytes`: of the largest block, of one rank. Raises `ConfigError` if it cannot be had.
+    """
+    num_ranks = len(reach.pools)
+    num_rows = queue_rows(queue_bytes, num_ranks * max_block_bytes)
+    return reach.buffer(num_rows * num_ranks * max_block_bytes).view(num_rows, num_ranks, max_block_bytes)
+
+
 class Writer:
     """A queue of copies of blocks, and the thread that empties it while no prompt waits for storage.
 
@@ -37,21 +48,22 @@ class Writer:
     def __init__(
         self,
         stored: StoredBlocks,
-        num_ranks: int,
+        reach: Reach,
+        memory: Tensor,
         *,
-        queue_bytes: int,
-        max_block_bytes: int,
         may_write: Callable[[], bool],
         on_room: Callable[[], None],
     ) -> None:
-        """`may_write` returns whether no load is in the way; `on_room` is called in the thread when there is room."""
+        """The queue has the `memory`, from `queue_memory`.
+
+        `may_write` returns whether no load is in the way; `on_room` is called in the thread when there is room.
+        """
         self._stored = stored
-        self._num_ranks = num_ranks
+        self._reach = reach
         self._may_write = may_write
         self._on_room = on_room
-        num_rows = max(2, queue_bytes // (num_ranks * max_block_bytes))
-        self._memory = np.empty((num_rows, num_ranks, max_block_bytes), np.uint8)
-        self._free = deque(range(num_rows))
+        self._memory = memory
+        self._free = deque(range(len(memory)))
         self._queue: deque[_Copy] = deque()
         self.stored_blocks = 0
         self.stored_bytes = 0
@@ -62,7 +74,7 @@ class Writer:
     @property
     def memory(self) -> memoryview:
         """The memory of the queue; all blocks that the backend is given to write lie in it."""
-        return self._memory.reshape(-1).data
+        return self._memory.view(-1).numpy().data
 
     @property
     def num_free(self) -> int:
@@ -79,13 +91,19 @@ class Writer:
         with self._thread.changed:
             return sum(map(self._num_bytes, self._queue))
 
-    def add(self, name: BlockName, sources: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copy a block into the queue, which must have room; `sources` are its parts, one of each rank."""
-        row = self._free.popleft()
-        for part, source in zip(self._memory[row], sources, strict=True):
-            part[: len(source)] = source
+    def add(self, blocks: Sequence[tuple[BlockName, Sequence[Tensor]]]) -> None:
+        """Copy blocks into the queue, which must have room; each has a part of each rank, uint8 [part_bytes].
+
+        Returns when they are copied: then they may change.
+        """
+        copies = [_Copy(name, self._free.popleft(), len(parts[0])) for name, parts in blocks]
+        self._reach.take(
+            (part[: copy.part_bytes], source)
+            for copy, (_, sources) in zip(copies, blocks, strict=True)
+            for part, source in zip(self._memory[copy.row], sources, strict=True)
+        )
         with self._thread.changed:
-            self._queue.append(_Copy(name, row, len(sources[0])))
+            self._queue += copies
             self._thread.changed.notify()
 
     def wait_for_room(self, until_s: float) -> bool:
@@ -113,7 +131,7 @@ class Writer:
 
     def _serve(self) -> None:
         while batch := self._next():
-            sources = [[part[: copy.part_bytes].data for part in self._memory[copy.row]] for copy in batch]
+            sources = [[part[: copy.part_bytes].numpy().data for part in self._memory[copy.row]] for copy in batch]
             statuses = self._stored.put([copy.name for copy in batch], sources, time.monotonic() + _PUT_DEADLINE_S)
             self.failures.update(status for status in statuses if status is not Status.OK)
             self.stored_blocks += sum(status is Status.OK for status in statuses)
@@ -137,4 +155,4 @@ class Writer:
             return batch
 
     def _num_bytes(self, copy: _Copy) -> int:
-        return self._num_ranks * copy.part_bytes
+        return len(self._reach.pools) * copy.part_bytes

@@ -60,6 +60,7 @@ from tests.engine.engine_process import Answer
 from tests.engine.engine_thread import EngineThread
 from tests.lease.lending_process import Admin
 from tests.support.checkpoints import SHAPE, make_checkpoint
+from tests.support.lanes import LateRunner
 from tests.support.node_process import wait_for
 
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -86,9 +87,16 @@ class HistoryEngine(EngineThread[ModelRunner]):
 
     engine: Engine
 
-    def __init__(self, checkpoint: Path, failing: float = 0.0, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        failing: float = 0.0,
+        seed: int = 0,
+        runner: type[ModelRunner] = ModelRunner,
+        **options: Any,
+    ) -> None:
         """`failing` is the share of steps with copies that fail, before or after the model has run."""
-        super().__init__(checkpoint, ModelRunner, **options)
+        super().__init__(checkpoint, runner, **options)
         self._failing = failing
         self._random = random.Random(seed)
         self.num_failed = 0
@@ -218,6 +226,7 @@ class History:
 
     def __init__(self, seed: int, checkpoints: Checkpoints, directory: Path) -> None:
         self._random = rng = random.Random(seed)
+        self._runner = LateRunner if seed % 2 else ModelRunner  # storage reaches the pool as one on a device
         self._checkpoints = checkpoints
         self._directory = directory
         self.reached: Counter[str] = Counter()
@@ -352,7 +361,7 @@ class History:
     def _new_engine(self) -> HistoryEngine:
         seed, failing = self._random.randrange(1 << 30), self._random.choice([0.0, 0.01])
         checkpoint = self._checkpoints.path(self.model)
-        return HistoryEngine(checkpoint, failing, seed, storage=self._storage, **self._options)
+        return HistoryEngine(checkpoint, failing, seed, self._runner, storage=self._storage, **self._options)
 
     def _draw_prompt(self) -> list[int]:
         """Return a prompt that begins like another one, and parts from it beside a border of a block or a window."""

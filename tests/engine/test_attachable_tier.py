@@ -21,6 +21,7 @@ from swiftkv.tier.messages import TierSpec, TierStats
 from tests.engine.engine_process import TIMEOUT_S, Answer
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
+from tests.support.lanes import LateRunner
 from tests.support.node_process import wait_for
 from tests.support.storage import MemoryMedium, StuckMedium, dynamic_options
 
@@ -49,10 +50,10 @@ def right(checkpoint: Path) -> dict[int, list[int]]:
 
 
 @contextmanager
-def engine(checkpoint: Path, **options: object) -> Iterator[EngineThread[ModelRunner]]:
-    client = EngineThread(
-        checkpoint, ModelRunner, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, **options
-    )
+def engine(
+    checkpoint: Path, runner: type[ModelRunner] = ModelRunner, **options: object
+) -> Iterator[EngineThread[ModelRunner]]:
+    client = EngineThread(checkpoint, runner, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, **options)
     with client.running():
         yield client
 
@@ -122,10 +123,15 @@ def test_storage_that_cannot_register_memory_is_not_attached(checkpoint: Path, r
         assert tokens(client.generate([prompt(0)])) == [right[0]]
 
 
+ON_HOST_AND_DEVICE = pytest.mark.parametrize("runner", [ModelRunner, LateRunner], ids=["host", "device"])
+"""The pool is read and written in place, or reached as one on a device."""
+
+
+@ON_HOST_AND_DEVICE
 def test_answers_are_the_same_before_during_and_after(
-    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]]
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]], runner: type[ModelRunner]
 ) -> None:
-    with engine(checkpoint) as client:
+    with engine(checkpoint, runner) as client:
         before = client.generate([prompt(0)])
         running = client.add(prompt(1))
         attach(client, file_storage(tmp_path / "kv"))
@@ -197,20 +203,25 @@ def test_a_prompt_that_waits_for_storage_which_is_detached_is_computed(
         assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
 
 
+@ON_HOST_AND_DEVICE
 def test_storage_whose_read_does_not_come_back_is_detached_and_another_attached(
-    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    tmp_path: Path,
+    right: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    runner: type[ModelRunner],
 ) -> None:
     """The pool has all of its blocks again when the read comes back."""
     monkeypatch.setattr("swiftkv.engine.attachable_tier._READ_PATIENCE_S", 0.0)
     monkeypatch.setattr("swiftkv.engine.tier._CLOSE_PATIENCE_S", 0.01)
-    medium = dynamic_options(StuckMedium, name="detached")
+    medium = dynamic_options(StuckMedium, name=f"detached {runner}")
     with engine(checkpoint) as client:
         attach(client, medium)
         client.generate([prompt(0)])
         assert outcome(client) is None
         while tier(client).num_to_store:
             client.take_one()
-    with engine(checkpoint) as client:
+    with engine(checkpoint, runner) as client:
         with StuckMedium.stuck():
             attach(client, medium)
             assert outcome(client) is None

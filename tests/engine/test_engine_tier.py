@@ -19,6 +19,7 @@ from swiftkv.tier.messages import TierStats
 from tests.engine.engine_process import Answer, EngineClient, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
+from tests.support.lanes import LateRunner
 from tests.support.storage import StuckMedium, dynamic_options
 
 MAX_MODEL_LEN = 512
@@ -56,9 +57,11 @@ def storage(backend: dict[str, Any], **policy: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def engine(checkpoint: Path, **options: Any) -> Iterator[EngineThread[ModelRunner]]:
+def engine(
+    checkpoint: Path, runner: type[ModelRunner] = ModelRunner, **options: Any
+) -> Iterator[EngineThread[ModelRunner]]:
     options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options}
-    client = EngineThread(checkpoint, ModelRunner, **options)
+    client = EngineThread(checkpoint, runner, **options)
     with client.running():
         yield client
 
@@ -94,12 +97,19 @@ def tokens(found: Sequence[Answer]) -> list[list[int]]:
     return [answer.token_ids for answer in found]
 
 
+ON_HOST_AND_DEVICE = pytest.mark.parametrize("runner", [ModelRunner, LateRunner], ids=["host", "device"])
+"""The pool is read and written in place, or reached as one on a device."""
+
+
+@ON_HOST_AND_DEVICE
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "a step ahead"])
-def test_what_one_engine_wrote_the_next_one_reads(checkpoint: Path, tmp_path: Path, ahead: bool) -> None:
+def test_what_one_engine_wrote_the_next_one_reads(
+    checkpoint: Path, tmp_path: Path, ahead: bool, runner: type[ModelRunner]
+) -> None:
     spec = storage(file_backend(tmp_path / "kv"))
-    first = answers(checkpoint, PROMPTS, storage=spec, async_scheduling=ahead)
+    first = answers(checkpoint, PROMPTS, storage=spec, async_scheduling=ahead, runner=runner)
     turns = next_turns(first)
-    with engine(checkpoint, storage=spec, async_scheduling=ahead) as client:
+    with engine(checkpoint, storage=spec, async_scheduling=ahead, runner=runner) as client:
         second = client.generate(turns)
         stats = client.wait_for_rest()
     assert tokens(second) == tokens(answers(checkpoint, turns))
@@ -169,15 +179,21 @@ def test_a_killed_engine_leaves_what_it_wrote(checkpoints: dict[str, Path], tmp_
     assert tokens(second) == tokens(first)
 
 
+@ON_HOST_AND_DEVICE
 @pytest.mark.parametrize(
     ("arch", "shares_extents", "num_kib"), [("llama", False, 768), ("gemma3", False, 704), ("gemma3", True, 384)]
 )
 def test_what_leaves_the_pool_comes_back(
-    checkpoints: dict[str, Path], tmp_path: Path, arch: str, shares_extents: bool, num_kib: int
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    arch: str,
+    shares_extents: bool,
+    num_kib: int,
+    runner: type[ModelRunner],
 ) -> None:
     """The pool has not room for three of these prompts: 48 blocks of full attention, or of both kinds together."""
-    spec = storage(file_backend(tmp_path / "kv"))
-    with engine(checkpoints[arch], kv_bytes=num_kib << 10, storage=spec, shares_extents=shares_extents) as client:
+    options: dict[str, Any] = {"kv_bytes": num_kib << 10, "shares_extents": shares_extents, "runner": runner}
+    with engine(checkpoints[arch], storage=storage(file_backend(tmp_path / "kv")), **options) as client:
         found = [client.generate([p])[0] for p in (*PROMPTS, prompt(400, 3))]
         wait_until_stored(client)
         found += [client.generate([p])[0] for p in PROMPTS]
@@ -235,8 +251,12 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_storage_that_cannot_be_read_changes_no_answer(checkpoint: Path, tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "runner"), [*((fault, ModelRunner) for fault in FAULTS), ("hangs", LateRunner), ("fails", LateRunner)]
+)
+def test_a_storage_that_cannot_be_read_changes_no_answer(
+    checkpoint: Path, tmp_path: Path, fault: str, runner: type[ModelRunner]
+) -> None:
     """And every block comes back, once storage has let go of it."""
     file = file_backend(tmp_path / "kv")
     first = answers(checkpoint, PROMPTS, storage=storage(file))
@@ -244,7 +264,7 @@ def test_a_storage_that_cannot_be_read_changes_no_answer(checkpoint: Path, tmp_p
     spec = storage(
         {"backend": "fault", "inner": file, **FAULTS[fault]}, prefetch_policy="timeout", prefetch_timeout_base_s=0.2
     )
-    with engine(checkpoint, storage=spec) as client:
+    with engine(checkpoint, storage=spec, runner=runner) as client:
         second = client.generate(turns)
         stats = client.wait_for_rest()
         assert stats.num_used_blocks == 0
@@ -394,14 +414,15 @@ def test_what_is_written_back_comes_back(
     assert all(tokens(other) for other in others)
 
 
+@ON_HOST_AND_DEVICE
 def test_an_engine_that_ends_writes_back_what_it_has(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: type[ModelRunner]
 ) -> None:
     """The queue has room for two blocks, and the pool for all there is."""
     monkeypatch.setattr("swiftkv.tier.messages.TierSpec.close_patience_s", 60.0)
     spec = storage(file_backend(tmp_path / "kv"), write_policy="write_back", queue_bytes=1)
-    first = answers(checkpoint, PROMPTS, storage=spec)
-    second = answers(checkpoint, next_turns(first), storage=spec)
+    first = answers(checkpoint, PROMPTS, storage=spec, runner=runner)
+    second = answers(checkpoint, next_turns(first), storage=spec, runner=runner)
     in_blocks = [(len(p) + len(a.token_ids) - 1) // BLOCK * BLOCK for p, a in zip(PROMPTS, first, strict=True)]
     assert [answer.cached_tokens for answer in second] == in_blocks
     assert tokens(second) == tokens(answers(checkpoint, next_turns(first)))

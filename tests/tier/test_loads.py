@@ -9,6 +9,7 @@ from contextlib import closing
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from swiftkv import _core
 from swiftkv.cache.geometry import KVGroup
@@ -21,6 +22,7 @@ from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import TierSpec
 from swiftkv.tier.rates import LoadPlanner
+from swiftkv.tier.reach import HostReach
 from swiftkv.tier.stored_blocks import StoredBlocks
 from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
 
@@ -78,14 +80,15 @@ class Meeting:
         planner = LoadPlanner()
         planner.note_read(GROUP.block_bytes, BLOCK * seconds_per_token, now_s=time.monotonic())
         levels = Levels([Level("storage", stored(self.medium, [prompt]))])
-        self.loader = Loader(StoredBlocks(levels, KEYS), self.owner.wake)
+        reach = HostReach([torch.zeros(2 * len(self.names) * GROUP.block_bytes, dtype=torch.uint8)])
+        self.loader = Loader(StoredBlocks(levels, KEYS), reach, self.owner.wake)
         self.loads = Loads(
             TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
             self.scheduler,
             self.loader,
             planner,
             groups=[GROUP],
-            pools=[np.zeros(2 * len(self.names) * GROUP.block_bytes, np.uint8)],
+            reach=reach,
             max_num_seqs=2,
         )
 
@@ -195,14 +198,15 @@ class Turns:
             max_num_batched_tokens=64,
             max_model_len=len(PROMPT) + 1,
         )
-        self.loader = Loader(StoredBlocks(Levels([Level("storage", backend)]), KEYS), self.owner.wake)
+        reach = HostReach([torch.zeros(num_blocks * GROUP.block_bytes, dtype=torch.uint8)])
+        self.loader = Loader(StoredBlocks(Levels([Level("storage", backend)]), KEYS), reach, self.owner.wake)
         self.loads = Loads(
             TierSpec(backend=None, directory="/", prefetch_threshold=BLOCK, prefetch_timeout_base_s=10 * TIMEOUT_S),
             self.scheduler,
             self.loader,
             LoadPlanner(),
             groups=[GROUP],
-            pools=[np.zeros(num_blocks * GROUP.block_bytes, np.uint8)],
+            reach=reach,
             max_num_seqs=1,
         )
 

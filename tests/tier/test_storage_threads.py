@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Parts, Status, StorageBackend
@@ -20,9 +21,11 @@ from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
 from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
+from swiftkv.tier.reach import HostReach, Span
 from swiftkv.tier.storage_thread import StorageThread
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
-from swiftkv.tier.writer import Writer
+from swiftkv.tier.writer import Writer, queue_memory
+from swiftkv.transport.fence import Fence
 from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
 
 GROUP = KVGroup((0,), num_kv_heads=1, head_dim=32, dtype="float32", block_size=16)  # blocks of 4 KiB
@@ -74,11 +77,11 @@ def below(backend: StorageBackend) -> Levels:
 
 
 def writer(backend: StorageBackend, owner: Owner, num_blocks: int, may_write: threading.Event) -> Writer:
+    reach = HostReach([torch.empty(0, dtype=torch.uint8)])
     return Writer(
         StoredBlocks(below(backend), KEYS),
-        1,
-        queue_bytes=num_blocks * GROUP.block_bytes,
-        max_block_bytes=GROUP.block_bytes,
+        reach,
+        queue_memory(reach, num_blocks * GROUP.block_bytes, GROUP.block_bytes),
         may_write=may_write.is_set,
         on_room=owner.wake,
     )
@@ -88,7 +91,7 @@ def test_a_full_queue_takes_no_more(backend: StorageBackend) -> None:
     may_write, owner = threading.Event(), Owner()
     queue = writer(backend, owner, 4, may_write)
     for number in range(4):
-        queue.add(BlockName(key(number), 0), [block(number)])
+        queue.add([(BlockName(key(number), 0), [torch.from_numpy(block(number))])])
     assert queue.num_free == 0
     assert queue.queue_bytes == 4 * GROUP.block_bytes
     assert queue.stored_blocks == 0  # a load is in the way
@@ -105,7 +108,7 @@ def test_what_is_in_the_queue_is_written_at_the_end(backend: StorageBackend) -> 
     """Loads are still in the way, but nobody waits for them any more."""
     queue = writer(backend, Owner(), 40, threading.Event())
     for number in range(40):
-        queue.add(BlockName(key(number), 0), [block(number)])
+        queue.add([(BlockName(key(number), 0), [torch.from_numpy(block(number))])])
     queue.close(TIMEOUT_S)
     assert queue.stored_blocks == 40
 
@@ -116,7 +119,7 @@ def test_room_is_waited_for_until_there_is_some_or_it_is_too_late(backend: Stora
     assert queue.wait_for_room(time.monotonic() + TIMEOUT_S)
     assert not queue.wait_for_room(time.monotonic() - 1.0)
     for number in range(2):
-        queue.add(BlockName(key(number), 0), [block(number)])
+        queue.add([(BlockName(key(number), 0), [torch.from_numpy(block(number))])])
     assert not queue.wait_for_room(time.monotonic() + 0.01)  # a load is in the way
     may_write.set()
     queue.loads_changed()
@@ -130,7 +133,7 @@ def test_a_writer_that_hangs_is_left_behind(tmp_path: Path) -> None:
     may_write = threading.Event()
     may_write.set()
     queue = writer(hangs, Owner(), 4, may_write)
-    queue.add(BlockName(key(1), 0), [block(1)])
+    queue.add([(BlockName(key(1), 0), [torch.from_numpy(block(1))])])
     queue.close(0.01)
     hangs.close()
     assert queue.stored_blocks == 0
@@ -141,10 +144,18 @@ def search_for(*numbers: int) -> Search:
     return Search(1, keys, 1, np.arange(len(numbers)), time.monotonic() + TIMEOUT_S)
 
 
-def load_of(*numbers: int) -> tuple[Load, np.ndarray]:
-    into = np.zeros((len(numbers), GROUP.block_bytes), np.uint8)
-    targets = [Target(BlockName(key(n), 0), i, n, [memoryview(into[i])]) for i, n in enumerate(numbers)]
-    return Load(1, targets, time.monotonic() + TIMEOUT_S), into
+def loader_of(backend: StorageBackend, owner: Owner) -> tuple[Loader, np.ndarray]:
+    """Return a loader, and the pool that it reads into, uint8 [blocks, GROUP.block_bytes]."""
+    pool = torch.zeros(2048 * GROUP.block_bytes, dtype=torch.uint8)
+    loader = Loader(StoredBlocks(below(backend), KEYS), HostReach([pool]), owner.wake)
+    return loader, pool.view(-1, GROUP.block_bytes).numpy()
+
+
+def load_of(*numbers: int) -> Load:
+    """Return a load into the first blocks of a pool."""
+    spans = [Span(i * GROUP.block_bytes, GROUP.block_bytes, 1) for i in range(len(numbers))]
+    targets = [Target(BlockName(key(n), 0), i, n, spans[i]) for i, n in enumerate(numbers)]
+    return Load(1, targets, time.monotonic() + TIMEOUT_S, Fence(torch.device("cpu")))
 
 
 def wait_for_parts(loader: Loader, owner: Owner, *loads: Load) -> list[PartRead]:
@@ -160,18 +171,18 @@ def wait_for_parts(loader: Loader, owner: Owner, *loads: Load) -> list[PartRead]
 def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
     write(backend, *range(100))
     owner = Owner()
-    loader = Loader(StoredBlocks(below(backend), KEYS), owner.wake)
+    loader, into = loader_of(backend, owner)
     search = search_for(3, 1000, 99)
     loader.submit(search)
     owner.wait_for_more(0)
     assert loader.take_done() == [search]
     assert list(search.found) == [True, False, True]
-    load, into = load_of(*range(100))
+    load = load_of(*range(100))
     loader.submit(load)
     parts = wait_for_parts(loader, owner, load)
     assert sum(part.num_read for part in parts) == 100
     assert len(parts) > 1
-    assert (into == np.arange(100, dtype=np.uint8)[:, None]).all()
+    assert (into[:100] == np.arange(100, dtype=np.uint8)[:, None]).all()
     loader.close()
     loader.join(TIMEOUT_S)
 
@@ -179,8 +190,8 @@ def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
 def test_behind_a_block_that_is_not_there_nothing_is_read(backend: StorageBackend) -> None:
     write(backend, 1, 2, 4)
     owner = Owner()
-    loader = Loader(StoredBlocks(below(backend), KEYS), owner.wake)
-    load, _ = load_of(1, 2, 3, 4, *range(200, 300))
+    loader, _ = loader_of(backend, owner)
+    load = load_of(1, 2, 3, 4, *range(200, 300))
     loader.submit(load)
     (part,) = wait_for_parts(loader, owner, load)
     assert part.num_read == 2
@@ -195,10 +206,10 @@ def test_a_long_load_does_not_hold_up_a_short_one() -> None:
     stored = sealed(medium)
     write(stored, *range(250))
     owner = Owner()
-    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
+    loader, _ = loader_of(stored, owner)
     loader.submit(search_for(1))  # it keeps the thread until both loads are there
-    long, _ = load_of(*range(250))
-    short, _ = load_of(1)
+    long = load_of(*range(250))
+    short = load_of(1)
     loader.submit(long)
     loader.submit(short)
     medium.let_answer()
@@ -232,8 +243,8 @@ def test_calls_of_a_load_grow_in_fast_storage_and_are_small_in_slow(monkeypatch:
     num_blocks = 64 * (1 + 2 + 4 + 8 + 8 + 1 + 1 + 1 + 1)
     write(stored, *range(num_blocks))
     owner = Owner()
-    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
-    load, _ = load_of(*range(num_blocks))
+    loader, _ = loader_of(stored, owner)
+    load = load_of(*range(num_blocks))
     loader.submit(load)
     wait_for_parts(loader, owner, load)
     assert medium.sizes == [64, 128, 256, 512, 512, 64, 64, 64, 64]
@@ -244,8 +255,8 @@ def test_calls_of_a_load_grow_in_fast_storage_and_are_small_in_slow(monkeypatch:
 def test_a_load_that_is_given_up_reads_no_more(backend: StorageBackend) -> None:
     write(backend, 1)
     owner = Owner()
-    loader = Loader(StoredBlocks(below(backend), KEYS), owner.wake)
-    load, into = load_of(1)
+    loader, into = loader_of(backend, owner)
+    load = load_of(1)
     load.is_cancelled = True
     loader.submit(load)
     (part,) = wait_for_parts(loader, owner, load)
@@ -261,9 +272,9 @@ def test_what_is_withdrawn_before_its_turn_is_not_done() -> None:
     stored = sealed(medium)
     write(stored, *range(3))
     owner = Owner()
-    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
+    loader, into = loader_of(stored, owner)
     first, withdrawn_search, last = search_for(0), search_for(1), search_for(2)
-    withdrawn, into = load_of(0, 1, 2)
+    withdrawn = load_of(0, 1, 2)
     for job in (first, withdrawn_search, withdrawn, last):
         loader.submit(job)
     assert medium.is_asked.wait(TIMEOUT_S)
@@ -283,8 +294,8 @@ def test_of_a_load_that_is_withdrawn_in_a_call_only_that_call_is_told() -> None:
     stored = sealed(medium)
     write(stored, *range(100))
     owner = Owner()
-    loader = Loader(StoredBlocks(below(stored), KEYS), owner.wake)
-    load, into = load_of(*range(100))
+    loader, into = loader_of(stored, owner)
+    load = load_of(*range(100))
     loader.submit(load)
     assert medium.is_asked.wait(TIMEOUT_S)
     rest = loader.withdraw(load)
@@ -303,7 +314,7 @@ def test_a_call_hangs_a_second_after_its_deadline_until_it_returns(monkeypatch: 
     monkeypatch.setattr("swiftkv.tier.loader.time", clock)
     medium = ClosedMedium()
     owner = Owner()
-    loader = Loader(StoredBlocks(below(sealed(medium)), KEYS), owner.wake)
+    loader, _ = loader_of(sealed(medium), owner)
     assert not loader.is_hung
     search = search_for(1)
     loader.submit(search)

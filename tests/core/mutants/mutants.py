@@ -76,7 +76,7 @@ PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 PROMPT_QUEUE, PROMPT_RACE = "core/prompt_queue.cpp", "core/prompt_race.cpp"
 FORECAST_ERRORS = "core/forecast_errors.cpp"
-RATES, LOADS, LOADER = "tier/rates.py", "tier/loads.py", "tier/loader.py"
+RATES, LOADS, LOADER, REACH = "tier/rates.py", "tier/loads.py", "tier/loader.py", "tier/reach.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
 FILE_WRITING = "storage/file_writing.py"
@@ -1123,6 +1123,21 @@ MUTANTS = [
         "",
     ),
     one("a load that is given up has its turn", LOADER, "self._todo.remove(job)", "pass"),
+    one("a block lands while a step may use its place", LOADER, "load.handed_out.wait()", "pass"),
+    one("more lands than was read", LOADER, "spans[: _num_read(read)]", "spans"),
+    one("more is read than there is page-locked memory", LOADER, "num_bytes > self._reach.max_read_bytes", "False"),
+    one(
+        "a load is told before its bytes are in the pool",
+        REACH,
+        "for pool, slot in zip(self.pools, slots, strict=True)\n        ).wait()",
+        "for pool, slot in zip(self.pools, slots, strict=True)\n        )",
+    ),
+    one(
+        "a block is let go of before it is copied",
+        REACH,
+        "self._down.copy(copies).wait()",
+        "self._down.copy(copies)",
+    ),
     one("who waits behind a call that hangs goes on waiting", LOADS, "or is_hung or", "or"),
     one("a call that has returned hangs for ever", LOADER, "                self.hung_from_s = math.inf\n", ""),
     one("a call that hangs beside free places is not seen", BREAKER, " or any(self._are_hung())", ""),

@@ -50,6 +50,7 @@ TESTS = {
     "tier": [
         "tests/tier/test_rates.py",
         "tests/tier/test_loads.py",
+        "tests/tier/test_reach.py",
         "tests/tier/test_storage_threads.py",
         "tests/engine/test_engine_tier.py",
     ],

@@ -1,0 +1,204 @@
+"""The way between storage, whose calls take host memory, and the pools of an engine.
+
+A pool in host memory is read and written in place. A pool on a device is reached through page-locked memory: a block is
+one contiguous run of bytes, so one transfer of a copy engine moves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from swiftkv.errors import ConfigError
+from swiftkv.kernels.host_copies import page_locked
+from swiftkv.storage.buffers import staging_bytes
+from swiftkv.tier.stored_blocks import RankParts
+from swiftkv.transport.fence import Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The place of one block: the same bytes of the pool of each rank."""
+
+    offset_bytes: int
+    part_bytes: int  # of each rank
+    num_ranks: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_ranks * self.part_bytes
+
+    def of(self, pool: Tensor) -> Tensor:
+        return pool[self.offset_bytes : self.offset_bytes + self.part_bytes]
+
+
+class Reach(Protocol):
+    """The pools of all ranks as the threads of a tier reach them. One thread reads, and one writes."""
+
+    @property
+    def pools(self) -> Sequence[Tensor]:
+        """The pools of all ranks, uint8 [pool bytes], our own first."""
+
+    @property
+    def max_read_bytes(self) -> float:
+        """The most bytes that `landing` has room for at once; a block always finds room."""
+
+    def fence(self) -> Fence:
+        """Return a fence for all that steps have launched so far, which may use blocks that are free by now.
+
+        Call it in the engine's thread.
+        """
+
+    def read_memory(self) -> Sequence[memoryview]:
+        """Return all memory in which `landing` lies."""
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Return new host memory for blocks on their way down, uint8 [num_bytes]. Raises `ConfigError` without room."""
+
+    def landing(self, spans: Sequence[Span]) -> list[RankParts]:
+        """Return the memory that storage reads these blocks into, until the next call."""
+
+    def land(self, spans: Sequence[Span]) -> None:
+        """Put the first blocks of the last `landing` in their places; return when they are there.
+
+        Steps that still use what was there before must have ended.
+        """
+
+    def take(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Copy blocks that were computed, source after source to its target in a `buffer`; return when that is done."""
+
+
+class HostReach:
+    """The `Reach` of pools in host memory: storage reads into the blocks themselves."""
+
+    def __init__(self, pools: Sequence[Tensor]) -> None:
+        self.pools = pools
+        self.max_read_bytes = math.inf
+
+    def fence(self) -> Fence:
+        return Fence(self.pools[0].device)
+
+    def read_memory(self) -> Sequence[memoryview]:
+        return [pool.numpy().data for pool in self.pools]
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def landing(self, spans: Sequence[Span]) -> list[RankParts]:
+        return [[span.of(pool).numpy().data for pool in self.pools] for span in spans]
+
+    def land(self, spans: Sequence[Span]) -> None:
+        """Do nothing: the blocks are in their places."""
+
+    def take(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for target, source in copies:
+            target.numpy()[:] = source.numpy()  # in this thread alone: torch would take threads from the steps
+
+
+Direction = Literal["up", "down"]
+
+
+class CopyLane:
+    """Copies that run in order, and beside the steps: on a stream of their own. Without a GPU they run at once."""
+
+    def __init__(self, device: torch.device, direction: Direction) -> None:
+        self._device = device
+        self._stream = _copy_stream(device, direction) if device.type == "cuda" else None
+
+    def copy(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Fence:
+        """Copy each source to its target, and return a fence that marks the end; the host does not wait."""
+        with ExitStack() as context:
+            context.enter_context(torch.inference_mode())  # the pool was allocated in it
+            if self._stream is not None:
+                context.enter_context(torch.cuda.device(self._device))  # a new thread begins with the first GPU
+                context.enter_context(torch.cuda.stream(self._stream))
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            return Fence(self._device)
+
+
+@cache
+def _copy_stream(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+    """Return the stream for copies in one direction, for as long as the process lives.
+
+    Torch hands out its few streams again and again: with a new one for each storage that is attached, copies would in
+    the end share a stream with steps, or with the capture of CUDA graphs.
+    """
+    return torch.cuda.Stream(device)
+
+
+class DeviceReach:
+    """The `Reach` of pools on a device: blocks pass through page-locked memory.
+
+    The host waits for each copy, so nothing need be ordered on the device. A block that was computed is at rest,
+    because the host has seen the end of its step. While the engine's thread waits for its copy, the device computes the
+    step that was launched ahead. A block that is loaded counts as loading until the loader's thread has seen its copy
+    end, and steps that use it are launched after that.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        max_block_bytes: int,
+        open_lane: Callable[[torch.device, Direction], CopyLane] = CopyLane,
+    ) -> None:
+        """`max_block_bytes`: of the largest block, of one rank. Raises `ConfigError` if no memory can be locked.
+
+        Each direction has a lane of its own, because a GPU has a copy engine for each.
+        """
+        self.pools = pools
+        self._device = pools[0].device
+        self._staging = self.buffer(staging_bytes(len(pools) * max_block_bytes))
+        self.max_read_bytes = float(len(self._staging))
+        self._up, self._down = open_lane(self._device, "up"), open_lane(self._device, "down")
+
+    def fence(self) -> Fence:
+        return Fence(self._device)
+
+    def read_memory(self) -> Sequence[memoryview]:
+        return [self._staging.numpy().data]
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        try:
+            return page_locked(num_bytes, self._device)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"tiers: {num_bytes} bytes of host memory cannot be locked for {self._device}: {reason}; lower "
+                "tiers.storage.queue, or free memory"
+            ) from error
+
+    def landing(self, spans: Sequence[Span]) -> list[RankParts]:
+        return [[slot.numpy().data for slot in slots] for slots in self._slots(spans)]
+
+    def land(self, spans: Sequence[Span]) -> None:
+        self._up.copy(
+            (span.of(pool), slot)
+            for span, slots in zip(spans, self._slots(spans), strict=True)
+            for pool, slot in zip(self.pools, slots, strict=True)
+        ).wait()
+
+    def take(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._down.copy(copies).wait()
+
+    def _slots(self, spans: Sequence[Span]) -> Iterator[Sequence[Tensor]]:
+        """Yield the places of blocks in the staging memory, one after the other, with a part for each rank."""
+        end = 0
+        for span in spans:
+            begin, end = end, end + span.num_bytes
+            assert end <= len(self._staging), "a read is at most as large as the memory for it"
+            yield self._staging[begin:end].split(span.part_bytes)
+
+
+def reach_of(pools: Sequence[Tensor], max_block_bytes: int) -> Reach:
+    """Return the way to the pools of all ranks, which are all in host memory, or all on devices."""
+    if pools[0].device.type == "cpu":
+        return HostReach(pools)
+    return DeviceReach(pools, max_block_bytes)
