@@ -10,8 +10,7 @@ constexpr int64_t kChunk = FourBits::kChunk;
 // Writes the codes of one column: 16 bytes of each chunk, `stride` bytes apart.
 void pack_codes(const uint8_t* codes, int64_t count, int64_t stride, uint8_t* out) {
     for (int64_t chunk = 0; chunk < count / kChunk; ++chunk, codes += kChunk, out += stride)
-        for (int64_t i = 0; i < kChunk / 2; ++i)
-            out[i] = static_cast<uint8_t>(codes[i] | codes[i + kChunk / 2] << 4);
+        for (int64_t i = 0; i < kChunk / 2; ++i) out[i] = static_cast<uint8_t>(codes[i] | codes[i + kChunk / 2] << 4);
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 
 namespace swiftkv {
 
-// Weights of four bits, as quantized checkpoints have them: weight = (values[code] - zero) * factor, computed in float32
-// and rounded to the dtype of the layer. Neighbouring inputs of an output, a group, share a factor and a zero.
+// Weights of four bits, as quantized checkpoints have them: weight = (values[code] - zero) * factor, computed in
+// float32 and rounded to the dtype of the layer. Neighbouring inputs of an output, a group, share a factor and a zero.
 struct FourBits {
     float values[16];    // what each code means
     int64_t group_size;  // a multiple of kChunk, at most kMaxGroup: larger groups are given as several

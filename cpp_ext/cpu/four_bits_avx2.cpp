@@ -39,8 +39,7 @@ __m256i bytes_of_bf16(Simd::V first, Simd::V second) {
 // Does the same in float16.
 __m256i bytes_of_f16(Simd::V first, Simd::V second) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m256i both =
-        _mm256_set_m128i(_mm256_cvtps_ph(second, kNearest), _mm256_cvtps_ph(first, kNearest));
+    const __m256i both = _mm256_set_m128i(_mm256_cvtps_ph(second, kNearest), _mm256_cvtps_ph(first, kNearest));
     const __m256i by_byte = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15,  //
                                              0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(both, by_byte), 0xd8);
@@ -159,13 +158,20 @@ void unpack(const FourBits& format, const char* record, int64_t num_groups, cons
     }
 }
 
+template <DType kDType, typename Steps>
+void unpack_groups(const FourBits& format, const char* record, int64_t num_groups, const GemmKernel& kernel,
+                   char* out) {
+    const auto run = format.has_zeros ? unpack<kDType, Steps, true> : unpack<kDType, Steps, false>;
+    run(format, record, num_groups, kernel, out);
+}
+
 }  // namespace
 
 void swiftkv::unpack_four_bits(const FourBits& format, const char* panel, int64_t begin, int64_t end,
                                const GemmKernel& kernel, DType dtype, char* out) {
     const char* record = panel + begin * format.record_bytes(kernel.panel_width);
-    const auto unpack_groups = dtype == DType::kF16
-                                   ? (format.has_zeros ? unpack<DType::kF16, Singles, true> : unpack<DType::kF16, Singles, false>)
-                                   : (format.has_zeros ? unpack<DType::kBf16, Pairs, true> : unpack<DType::kBf16, Pairs, false>);
-    unpack_groups(format, record, end - begin, kernel, out);
+    if (dtype == DType::kF16)
+        unpack_groups<DType::kF16, Singles>(format, record, end - begin, kernel, out);
+    else
+        unpack_groups<DType::kBf16, Pairs>(format, record, end - begin, kernel, out);
 }

@@ -47,8 +47,8 @@ void multiply_rows(const char* a, int64_t a_stride_bytes, const char* panel, int
                 const auto x = Product::broadcast(a + sub * sizeof(Activation));
 #pragma GCC unroll 8
                 for (int v = 0; v < kVectors; ++v)
-                    acc[0][v] = Product::multiply_add(x, Product::weights(panel + v * Product::kVectorBytes, sub),
-                                                      acc[0][v]);
+                    acc[0][v] =
+                        Product::multiply_add(x, Product::weights(panel + v * Product::kVectorBytes, sub), acc[0][v]);
                 continue;
             }
             decltype(Product::weights(panel, sub)) b[kVectors];
@@ -115,11 +115,12 @@ void multiply_cached(int rows, const void* a, int64_t a_stride_bytes, const void
     if (rows == kMaxRows)
         for (int v = 0; v < kPanelVectors; v += kVectors)
             multiply_rows<Product, kMaxRows, kVectors, 0, kPanelVectors>(
-                static_cast<const char*>(a), a_stride_bytes, static_cast<const char*>(panel) + v * Product::kVectorBytes,
-                k_steps, first, sums + v * Simd::kLanes, 0);
+                static_cast<const char*>(a), a_stride_bytes,
+                static_cast<const char*>(panel) + v * Product::kVectorBytes, k_steps, first, sums + v * Simd::kLanes,
+                0);
     else if constexpr (kMaxRows > 1)
         multiply_cached<Product, kMaxRows - 1, kPanelVectors, kRegisters>(rows, a, a_stride_bytes, panel, k_steps,
-                                                                         first, sums, ahead);
+                                                                          first, sums, ahead);
 }
 
 struct FloatProduct {
@@ -150,8 +151,17 @@ struct WidenedBf16Product : FloatProduct {
 constexpr swiftkv::GemmKernel make_kernel(int max_rows, int vectors, int k_step, bool widen_activations,
                                           decltype(swiftkv::GemmKernel::multiply) multiply) {
     const int width = vectors * Simd::kLanes;
-    return {width, width, 1, k_step, k_step, max_rows, widen_activations, false, multiply,
-            {192, 384 << 10, 256 << 10, 256 << 10, 0}, nullptr};
+    return {width,
+            width,
+            1,
+            k_step,
+            k_step,
+            max_rows,
+            widen_activations,
+            false,
+            multiply,
+            {192, 384 << 10, 256 << 10, 256 << 10, 0},
+            nullptr};
 }
 
 template <typename Product, int kMaxRows, int kVectors>

@@ -150,7 +150,8 @@ void Product::run_tile(const Tile& tile, const Schedule& plan) const {
             finish_past_caches(tile, tile.block_begin + i, sums + i * block_sums, panel_sums);
 }
 
-void Product::multiply(const char* weights, int64_t block, int64_t k, int64_t steps, float* sums, Prefetch ahead) const {
+void Product::multiply(const char* weights, int64_t block, int64_t k, int64_t steps, float* sums,
+                       Prefetch ahead) const {
     const int64_t rows = blocks_.size(block);
     const bool interleaved = activations_.interleaved;
     const int64_t step_bytes = kernel_.k_step * (kernel_.widen_activations ? 4 : item_size(weights_.dtype()));
