@@ -31,6 +31,7 @@ from swiftkv import _cpu
 from swiftkv.kernels import cpu
 from swiftkv.kernels.cpu_tensors import native_activation
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, Router
+from swiftkv.kernels.four_bits import unpacked
 
 DISTINCT = 96  # the number of experts in `products`: more than caches hold
 THIN = 32
@@ -88,7 +89,7 @@ class Layer:
 
     def thin(self) -> cpu.PackedExperts:
         """Return experts of a smaller inner size, for which sorting, gathering and adding up take as long."""
-        gate, up, down = self.expert.gate[:THIN], self.expert.up[:THIN], self.expert.down[:, :THIN]
+        gate, up, down = self.expert.gate[:THIN], self.expert.up[:THIN], unpacked(self.expert.down)[:, :THIN]
         thin = ExpertWeights(gate, up, down)
         return cpu.pack_experts(ExpertLayer(self.shape.experts, SILU, (thin for _ in range(self.shape.experts))))
 

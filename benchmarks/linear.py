@@ -83,7 +83,7 @@ def compare(
         for k, w in zip(ks, theirs, strict=True):
             torch.ops.mkldnn._linear_pointwise(inputs[k], w, None, "none", [], "")
 
-    passes = {"swiftkv": partial(ours, packed)}
+    passes: dict[str, Callable[[], None]] = {"swiftkv": partial(ours, packed)}
     if theirs:
         passes["oneDNN"] = onednn
     if in_four_bits:
