@@ -118,7 +118,7 @@ class StubEngine:
             self.scheduler,
             self._woken.set,
             groups=[GROUP],
-            transport=None,
+            lender_pools=lambda _: None,
             max_num_seqs=_MAX_NUM_SEQS,
         )
         self.now_s = 0.0

@@ -90,12 +90,7 @@ class Config(Section):
                 mistakes.append(
                     f"models[{i}].lending: a master borrows, it does not lend; make it a worker or drop this"
                 )
-            if model.tensor_parallel_size > 1 and (model.lending is not None or model.role == "master"):
-                key = "lending" if model.lending is not None else "role"
-                mistakes.append(
-                    f"models[{i}].{key}: with tensor_parallel_size {model.tensor_parallel_size} a model neither lends "
-                    "nor borrows in this version; make it a worker without lending, or write tensor_parallel_size: 1"
-                )
+            mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_ranks(model)]
             if model.matryoshka_dimensions is not None and model.task != "embed":
                 mistakes.append(
                     f"models[{i}].matryoshka_dimensions: only a model with task: embed has embeddings; write task: "
@@ -146,6 +141,31 @@ class Config(Section):
                 f"host.ratio: {memory} of a GPU is known in bytes only when the model is loaded, and host memory is "
                 "made before that; write a size instead, such as 64GiB, or kv_cache.memory as a size"
             )
+
+    def _mistakes_about_ranks(self, model: ModelConfig) -> Iterator[str]:
+        size = model.tensor_parallel_size
+        if size == 1 or (model.lending is None and model.role == "worker"):
+            return
+        key = "role" if model.lending is None else "lending"
+        if model.device != "cpu":
+            yield (
+                f"{key}: with tensor_parallel_size {size} a model on GPUs neither lends nor borrows in this version; "
+                "make it a worker without lending, or write tensor_parallel_size: 1"
+            )
+        elif self.node.lending.transport == "p2p":
+            yield (
+                f"{key}: with tensor_parallel_size {size} a model lends and borrows in memory that its neighbours map, "
+                "and node.lending.transport is p2p; write auto there, or tensor_parallel_size: 1"
+            )
+        if model.lending is None:
+            return
+        for other in self.models:
+            if other.role == "master" and other.device == model.device and other.tensor_parallel_size % size:
+                yield (
+                    f"lending: a model with tensor_parallel_size {size} lends to masters with {size} ranks or a "
+                    f"multiple of that, and {other.name} has {other.tensor_parallel_size}; drop this, or change one of "
+                    "the two"
+                )
 
     def _mistakes_about_memory(self, model: ModelConfig) -> Iterator[str]:
         memory, on_gpu = model.kv_cache.memory, model.device != "cpu"

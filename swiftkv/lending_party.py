@@ -6,7 +6,7 @@ Engines, simulations and tests differ in how they publish and reach pools, and c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swiftkv._core import Link, Scheduler
@@ -37,12 +37,14 @@ def open_party(
     serve_link: Callable[[str], threading.Thread | None],
     peer_pools: PeerPools,
     wake_engine: Callable[[], None],
+    other_pids: Sequence[int] = (),
 ) -> LendingParty:
     """Make the roles that `spec` names. The other arguments are those of `Lender` and `Borrower`.
 
     `wake_engine` is called when the engine has something to do for lending, and when the coordinator ends.
+    `other_pids` are the engine's other processes, which copy as this one does.
     """
-    me = Identity.of_this_process(name)
+    me = Identity.of_this_process(name, other_pids)
     lender = borrower = None
     if spec.borrowers:
         lender = Lender(

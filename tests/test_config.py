@@ -207,14 +207,25 @@ MISTAKES = [
         "models[0].lending: a master borrows, it does not lend; make it a worker or drop this",
     ),
     (
-        ONE_MODEL % ", tensor_parallel_size: 2, lending: {budget: 0}",
-        "models[0].lending: with tensor_parallel_size 2 a model neither lends nor borrows in this version; make it a "
-        "worker without lending, or write tensor_parallel_size: 1",
+        ONE_MODEL % ", tensor_parallel_size: 2, device: 'cuda:0', lending: {budget: 0}",
+        "models[0].lending: with tensor_parallel_size 2 a model on GPUs neither lends nor borrows in this version; "
+        "make it a worker without lending, or write tensor_parallel_size: 1",
     ),
     (
-        ONE_MODEL % ", tensor_parallel_size: 2, role: master",
-        "models[0].role: with tensor_parallel_size 2 a model neither lends nor borrows in this version; make it a "
-        "worker without lending, or write tensor_parallel_size: 1",
+        ONE_MODEL % ", tensor_parallel_size: 2, device: 'cuda:0', role: master",
+        "models[0].role: with tensor_parallel_size 2 a model on GPUs neither lends nor borrows in this version; make "
+        "it a worker without lending, or write tensor_parallel_size: 1",
+    ),
+    (
+        "node: {lending: {transport: p2p}}\n" + ONE_MODEL % ", tensor_parallel_size: 2, role: master",
+        "models[0].role: with tensor_parallel_size 2 a model lends and borrows in memory that its neighbours map, and "
+        "node.lending.transport is p2p; write auto there, or tensor_parallel_size: 1",
+    ),
+    (
+        "models: [{name: a, path: x, tensor_parallel_size: 2, lending: {budget: 0}}, "
+        "{name: b, path: x, tensor_parallel_size: 3, role: master}]",
+        "models[0].lending: a model with tensor_parallel_size 2 lends to masters with 2 ranks or a multiple of that, "
+        "and b has 3; drop this, or change one of the two",
     ),
     (
         ONE_MODEL % ", target_tpot: -1s",

@@ -225,7 +225,7 @@ class AttachableTier(Tier):
             self._scheduler,
             self.wakeup.wake,
             groups=self._groups,
-            transport=self._runner.transport,
+            lender_pools=self._runner.lender_pools,
             max_num_seqs=self._config.max_num_seqs,
         )
 

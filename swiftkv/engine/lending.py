@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import zmq
 
 from swiftkv._core import GroupSpec, Scheduler, StepPlan
@@ -19,15 +18,14 @@ from swiftkv.lease.messages import LeasedBytes, LendingSpec, LinkGeometry
 from swiftkv.lease.wire import SocketWire
 from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.master.borrower import Borrower
-from swiftkv.master.layer_stream import CopyKind, buffers_of
-from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool, Transport, TwoSidedTransport
+from swiftkv.master.layer_stream import runs_of
+from swiftkv.transport.base import PeerHandle, TwoSidedTransport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.wakeup import Wakeup
 from swiftkv.worker.lender import Lender
 
 _RENDEZVOUS_TIMEOUT_S = 10.0
-_COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
 
 
 def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Scheduler:
@@ -131,9 +129,10 @@ class Lending:
             wire,
             scheduler=self._scheduler,
             pool_bytes=self._runner.pool.nbytes,
-            serve_link=partial(_serve_link, self._runner.pool, spec.transport, config.copy_deadline_s),
+            serve_link=partial(_serve_link, self._runner, spec.transport, config.copy_deadline_s),
             peer_pools=_PeerPools(self._runner),
             wake_engine=self.wakeup.wake,
+            other_pids=[memory.pid for memory in self._runner.other_ranks],
         )
         self._lender, self._borrower, self._coordinator = party.lender, party.borrower, party.coordinator
         self._coordinator.start()
@@ -147,28 +146,20 @@ class _PeerPools:
 
     def find(self, store_path: str) -> PeerHandle:
         peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
-        transport = self._transport
+        transport = self._runner.transport
         return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
 
     def attach(self, link: int, pool: PeerHandle) -> None:
-        self._transport.attach(link, pool)
+        self._runner.attach_lender(link, pool)
 
     def detach(self, link: int) -> None:
-        self._transport.detach(link)
-
-    @property
-    def _transport(self) -> Transport:
-        transport = self._runner.transport
-        assert transport is not None
-        return transport
+        self._runner.detach_lender(link)
 
 
-def _serve_link(
-    pool: SharedPool | DevicePool, transport: str, deadline_s: float, store_path: str
-) -> threading.Thread | None:
-    """Publish a pool for one link, and return the thread that serves it, if the transport has one."""
-    published = publish_pool(Path(store_path), pool)
-    return serve_p2p(pool, published, deadline_s=deadline_s) if transport == "p2p" else None
+def _serve_link(runner: ModelRunner, transport: str, deadline_s: float, store_path: str) -> threading.Thread | None:
+    """Publish an engine's pool for one link, and return the thread that serves it, if the transport has one."""
+    published = publish_pool(Path(store_path), runner.pool, runner.other_ranks)
+    return serve_p2p(runner.pool, published, deadline_s=deadline_s) if transport == "p2p" else None
 
 
 def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -> None:
@@ -182,9 +173,4 @@ def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -
 
 def links_of(plan: StepPlan, num_groups: int) -> list[int]:
     """Return the borrow links that a step copies over."""
-    links: set[int] = set()
-    for group in range(num_groups):
-        for kind in _COPY_KINDS:
-            for buffer in range(buffers_of(plan)):
-                links.update(np.unique(plan.copies(group, kind, buffer)[:, 0]).tolist())
-    return sorted(links)
+    return sorted({link for _, _, _, runs in runs_of(plan, num_groups) for link in runs[:, 0].tolist()})

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,28 +35,44 @@ from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
 from swiftkv.errors import ConfigError, EngineError, TransferError
-from swiftkv.master.layer_stream import CopyKind
+from swiftkv.master.layer_stream import CopyKind, runs_of
 from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended, module_command
-from swiftkv.transport.base import Int64Array
+from swiftkv.transport.base import Int64Array, PeerHandle, PoolMemory
 from swiftkv.transport.fence import Fence
-from swiftkv.transport.shm import map_memory
+from swiftkv.transport.shm import map_memory, map_pool
 
 _STOP_TIMEOUT_S = 5.0
 _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
+_NO_RUNS = np.empty((0, 5), np.int64)
 _GIVE_UPS_PER_WATCHDOG = 8  # sets the time in which live followers must notice what rank 0 noticed
 
 
 class StepOrder(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """Compute this step; `ModelInput` describes the arrays. All int32."""
+    """Compute this step; `ModelInput` describes the arrays. All int32, but `runs`."""
 
     token_ids: bytearray
     positions: bytearray
     query_starts: bytearray
     context_lens: bytearray
-    block_tables: list[bytearray]  # by KV group
+    stream_tables: list[list[bytearray]]  # by stream buffer and KV group
     table_starts: list[bytearray]
     local_moves: bytearray
+    num_stream_buffers: int
+    runs: list[tuple[int, CopyKind, int, bytearray]]  # group, kind, buffer, int64 [R, 5] as `transport.base.Runs`
+
+
+class AttachOrder(msgspec.Struct, tag="attach", array_like=True, frozen=True):
+    """Attach a lender's pool."""
+
+    link: int
+    pool: PeerHandle
+
+
+class DetachOrder(msgspec.Struct, tag="detach", array_like=True, frozen=True):
+    """Detach a lender's pool, if it is attached."""
+
+    link: int
 
 
 class LogitsOrder(msgspec.Struct, tag="logits", array_like=True, frozen=True):
@@ -69,54 +85,50 @@ class EndOrder(msgspec.Struct, tag="end", array_like=True, frozen=True):
     """Give up: the engine ends because a rank does not answer."""
 
 
-Order = StepOrder | LogitsOrder | EndOrder
+Order = StepOrder | AttachOrder | DetachOrder | LogitsOrder | EndOrder
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedStep:
-    """The `EngineStep` of a `StepOrder`.
-
-    Ranks do not borrow: there is one block table per group, and no peer to copy to.
-    """
+    """The `EngineStep` of a `StepOrder`."""
 
     token_ids: Int32Array
     positions: Int32Array
     query_starts: Int32Array
     context_lens: Int32Array
-    block_tables: Sequence[Int32Array]
+    stream_tables: Sequence[Sequence[Int32Array]]
     table_starts: Sequence[Int32Array]
     local_moves: Int32Array  # [M, 3]
+    num_stream_buffers: int = 0
+    runs: Mapping[tuple[int, CopyKind, int], Int64Array] = field(default_factory=dict)  # by group, kind and buffer
 
     @property
     def has_unknown_tokens(self) -> bool:
         return bool((self.token_ids < 0).any())
 
     @property
-    def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
-        return (self.block_tables,)
-
-    @property
-    def num_stream_buffers(self) -> int:
-        return 0
+    def block_tables(self) -> Sequence[Int32Array]:
+        return self.stream_tables[0]
 
     @property
     def has_copies(self) -> bool:
-        return False
+        return bool(self.runs)
 
     def copies(self, group: int, kind: CopyKind, buffer: int) -> Int64Array:
-        return np.empty((0, 5), np.int64)
+        return self.runs.get((group, kind, buffer), _NO_RUNS)
 
 
 def pack_step(step: EngineStep) -> StepOrder:
-    assert len(step.stream_tables) == 1
     return StepOrder(
         _pack(step.token_ids),
         _pack(step.positions),
         _pack(step.query_starts),
         _pack(step.context_lens),
-        [_pack(table) for table in step.stream_tables[0]],
+        [[_pack(table) for table in tables] for tables in step.stream_tables],
         [_pack(starts) for starts in step.table_starts],
         _pack(step.local_moves),
+        step.num_stream_buffers,
+        [(group, kind, buffer, _pack(runs)) for group, kind, buffer, runs in runs_of(step, len(step.table_starts))],
     )
 
 
@@ -127,9 +139,11 @@ def unpack_step(order: StepOrder) -> ReceivedStep:
         _unpack(order.positions),
         _unpack(order.query_starts),
         _unpack(order.context_lens),
-        [_unpack(table) for table in order.block_tables],
+        [[_unpack(table) for table in tables] for tables in order.stream_tables],
         [_unpack(starts) for starts in order.table_starts],
         _unpack(order.local_moves).reshape(-1, 3),
+        order.num_stream_buffers,
+        {(group, kind, buffer): _unpack_runs(runs) for group, kind, buffer, runs in order.runs},
     )
 
 
@@ -147,7 +161,8 @@ def open_runner(
         return
     followers = _Followers(config, context)
     try:
-        yield LeadingRunner(config, followers, background)
+        with contextlib.closing(LeadingRunner(config, followers, background)) as leading:
+            yield leading
     except EngineError as error:
         followers.blame(error)
     finally:
@@ -162,7 +177,8 @@ class LeadingRunner(ModelRunner):
         super().__init__(config, group, background)
         told = group.begin(_deadline_s(config), self.pool.identity())  # every rank has loaded its part
         self._followers = followers
-        self._pools_of_ranks = list(zip(followers.pids, told[1:], strict=True))
+        self.other_ranks = [PoolMemory(pid, *memory) for pid, memory in zip(followers.pids, told[1:], strict=True)]
+        self._lender_parts: dict[int, list[torch.Tensor]] = {}  # by link: what `lender_pools` adds for the other ranks
         self._deadline_s = _deadline_s(config)
 
     def rank_pools(self) -> list[torch.Tensor]:
@@ -173,12 +189,29 @@ class LeadingRunner(ModelRunner):
         """
         try:
             others = [
-                map_memory(pid, fd, device, inode, self.pool.nbytes)
-                for pid, (fd, device, inode) in self._pools_of_ranks
+                map_memory(memory.pid, memory.fd, memory.device, memory.inode, self.pool.nbytes)
+                for memory in self.other_ranks
             ]
         except TransferError as error:
             raise ConfigError(f"tiers: KV of other ranks is out of reach: {error}") from error
         return [*super().rank_pools(), *others]
+
+    def attach_lender(self, link: int, pool: PeerHandle) -> None:
+        self._followers.tell(AttachOrder(link, pool))
+        super().attach_lender(link, pool)
+
+    def _attach(self, link: int, pool: PeerHandle) -> None:
+        super()._attach(link, pool)
+        self._lender_parts[link] = [map_pool(part) for part in self._parts_of(link, pool)[1:]]
+
+    def detach_lender(self, link: int) -> None:
+        self._followers.tell(DetachOrder(link))
+        super().detach_lender(link)
+        self._lender_parts.pop(link, None)
+
+    def lender_pools(self, link: int) -> list[npt.NDArray[np.uint8]] | None:
+        own = super().lender_pools(link)
+        return None if own is None else own + [part.numpy() for part in self._lender_parts[link]]
 
     def forward(self, plan: EngineStep) -> torch.Tensor:
         self._followers.tell(pack_step(plan))
@@ -217,11 +250,23 @@ class Follower:
             while True:
                 match decoder.decode(self._orders.recv()):
                     case StepOrder() as order:
-                        hidden = self._runner.forward(unpack_step(order))
+                        with contextlib.suppress(TransferError):  # rank 0, where it fails as well, gives the step up
+                            hidden = self._forward(unpack_step(order))
+                    case AttachOrder(link=link, pool=pool):
+                        with contextlib.suppress(TransferError):  # here, too
+                            self._runner.attach_lender(link, pool)
+                    case DetachOrder(link=link):
+                        self._runner.detach_lender(link)
                     case LogitsOrder(rows=rows):
                         self._runner.logits(hidden, _unpack(rows))
                     case EndOrder():
                         raise EngineError("rank 0 gave up")
+
+    def _forward(self, step: ReceivedStep) -> torch.Tensor:
+        hidden = self._runner.forward(step)
+        if self._runner.layer_stream is not None and step.has_copies:
+            self._runner.layer_stream.step_ended()
+        return hidden
 
 
 class _Followers:
@@ -353,9 +398,13 @@ def _join_group(config: EngineConfig) -> RankGroup:
     return RankGroup(store_path, config.rank, config.tensor_parallel_size, torch.device(config.device))
 
 
-def _pack(array: Int32Array) -> bytearray:
+def _pack(array: Int32Array | Int64Array) -> bytearray:
     return bytearray(array.tobytes())
 
 
 def _unpack(array: bytearray) -> Int32Array:
     return np.frombuffer(array, np.int32)
+
+
+def _unpack_runs(array: bytearray) -> Int64Array:
+    return np.frombuffer(array, np.int64).reshape(-1, 5)

@@ -24,18 +24,18 @@ from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.step import EngineStep
-from swiftkv.errors import ConfigError, NoRoomError
+from swiftkv.errors import ConfigError, NoRoomError, TransferError
 from swiftkv.kernels.host_copies import upload
 from swiftkv.lease.messages import LinkGeometry
 from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import Int32Array, ModelInput, fill_in_sampled
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
-from swiftkv.models.parallel import ALONE, Communicator
+from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.registry import read_config
 from swiftkv.progress import PROGRESS
 from swiftkv.tier.reach import Reach, reach_of
-from swiftkv.transport.base import DevicePool, SharedPool, Transport
+from swiftkv.transport.base import DevicePool, PeerHandle, PoolMemory, SharedPool, Transport
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.select import open_transport
 from swiftkv.units import PoolBytes
@@ -90,7 +90,9 @@ class ModelRunner:
         self.decode_graphs = self._capture_graphs()
         self.transport = _open_transport(config, self.pool, groups)
         """Reaches the pools of lenders; `None` if there can be none."""
-        self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups)
+        self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups, communicator)
+        self.other_ranks: Sequence[PoolMemory] = ()
+        """The pools of the other ranks, if this is rank 0 of several; they are like `pool`."""
         self._capture_streaming()
         self.pool.prefault()
 
@@ -119,6 +121,43 @@ class ModelRunner:
         Raises `ConfigError` if the pool of another rank cannot be mapped, or no memory can be locked.
         """
         return reach_of(self.rank_pools(), max(region.group.block_bytes for region in self.pool.regions))
+
+    def attach_lender(self, link: int, pool: PeerHandle) -> None:
+        """Attach a lender's pool as `link`, on all ranks; between steps only.
+
+        Raises `TransferError` if one of them cannot: then `detach_lender` is to be called.
+        """
+        failure = None
+        try:
+            self._attach(link, pool)
+        except TransferError as error:
+            failure = error
+        agree(self._communicator, failure)
+
+    def _attach(self, link: int, pool: PeerHandle) -> None:
+        assert self.transport is not None
+        self.transport.attach(link, self._parts_of(link, pool)[self._communicator.rank])
+
+    def _parts_of(self, link: int, pool: PeerHandle) -> list[PeerHandle]:
+        """Return, for each rank, where it has its part of the blocks that are borrowed over `link`."""
+        geometry = _borrow_links(self._config)[link]
+        part_bytes = geometry.meu_m * self.pool.regions[geometry.borrower_group].group.block_bytes
+        size = self._communicator.size
+        return [pool.of_rank(rank, size, part_bytes) for rank in range(size)]
+
+    def detach_lender(self, link: int) -> None:
+        """Detach a link on all ranks, if it is attached; between steps only."""
+        assert self.transport is not None
+        self.transport.detach(link)
+
+    def lender_pools(self, link: int) -> list[npt.NDArray[np.uint8]] | None:
+        """Return where each rank has its part of the blocks that are borrowed over `link`, our own first.
+
+        Each is a pool as uint8, from the byte on from which the offsets of blocks count. `None` if this process cannot
+        read them in place.
+        """
+        own = None if self.transport is None else self.transport.lender_pool(link)
+        return None if own is None else [own]
 
     def close(self) -> None:
         """Detach the lenders' pools; no step may follow."""

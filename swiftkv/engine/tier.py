@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,7 +32,6 @@ from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.reach import Reach
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer, queue_memory
-from swiftkv.transport.base import Transport
 
 _CLOSE_PATIENCE_S = 2.0  # for a thread to write its queue, or to come back from a call
 _NEWS_INTERVAL_S = 0.1
@@ -92,10 +93,10 @@ class StorageTier(Tier):
         wake: Callable[[], None],
         *,
         groups: list[KVGroup],
-        transport: Transport | None,
+        lender_pools: Callable[[int], Sequence[npt.NDArray[np.uint8]] | None],
         max_num_seqs: int,
     ) -> None:
-        """`transport` reaches the pools in which borrowed blocks lie, if any are borrowed: ranks borrow none.
+        """`lender_pools` returns the pools in which the blocks lie that are borrowed over a link, one for each rank.
 
         `wake` is called in threads of the tier when the engine should call `before_step`. If a backend cannot register
         memory, its error is raised, and all is closed.
@@ -108,7 +109,7 @@ class StorageTier(Tier):
         self._num_dropped_before = scheduler.num_dropped_offers()  # while other storage was attached
         self._groups = groups
         self._reach = reach = opened.reach
-        self._transport = transport
+        self._lender_pools = lender_pools
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
         stored = StoredBlocks(levels, keys)
@@ -259,11 +260,11 @@ class StorageTier(Tier):
         return num_taken
 
     def _pools_at(self, link: int) -> Sequence[Tensor] | None:
-        """Return our own pools for -1, otherwise that of the link's lender if it can be read in place."""
+        """Return our own pools for -1, otherwise those of the link's lender if they can be read in place."""
         if link < 0:
             return self._reach.pools
-        pool = None if self._transport is None else self._transport.lender_pool(link)
-        return None if pool is None else [torch.from_numpy(pool)]
+        pools = self._lender_pools(link)
+        return None if pools is None else list(map(torch.from_numpy, pools))
 
     def _max_stores(self) -> int:
         """Return how many blocks may be copied now; while storage is degraded, one now and then as a trial."""

@@ -25,6 +25,9 @@ MAX_LEASE_MESSAGE_BYTES = 64 << 20
 """ZMQ_MAXMSGSIZE of all lease sockets: a link of ten million extents can be shown in one message."""
 
 
+MAX_OTHERS = 63
+"""The most processes of a borrower beside the one that says Hello."""
+
 Pid = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
 
 
@@ -76,6 +79,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
     pid: Pid
     start_ticks: int  # `process.start_ticks`, which with the pid names a process for ever
     links: list[LinkGeometry]
+    others: Annotated[list[tuple[Pid, int]], msgspec.Meta(max_length=MAX_OTHERS)] = []
+    """The pid and start ticks of the borrower's other processes, which also write to the lender's memory."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,10 +21,12 @@ class Identity:
     incarnation: int  # uint64, random
     pid: int
     start_ticks: int
+    others: tuple[tuple[int, int], ...] = ()  # pid and start ticks of the engine's other processes, which copy as well
 
     @classmethod
-    def of_this_process(cls, name: str) -> Self:
-        return cls(name, secrets.randbits(64), os.getpid(), start_ticks(os.getpid()))
+    def of_this_process(cls, name: str, other_pids: Sequence[int] = ()) -> Self:
+        others = tuple((pid, start_ticks(pid)) for pid in other_pids)
+        return cls(name, secrets.randbits(64), os.getpid(), start_ticks(os.getpid()), others)
 
 
 def start_ticks(pid: int) -> int:
@@ -62,6 +65,26 @@ class PeerProcess:
             if not is_found:
                 process.close()
         return process if is_found else None
+
+    @classmethod
+    def find_all(cls, processes: Sequence[tuple[int, int]]) -> list[Self]:
+        """Return those of an engine's `processes` that are not gone, each a pid and its ticks; none without the first.
+
+        Raises `OSError` if one of them cannot be watched.
+        """
+        found: list[Self] = []
+        try:
+            for pid, ticks in processes:
+                process = cls.find(pid, ticks)
+                if process is not None:
+                    found.append(process)
+                elif not found:
+                    break
+        except OSError:
+            for process in found:
+                process.close()
+            raise
+        return found
 
     def close(self) -> None:
         os.close(self.fd)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from swiftkv._core import Scheduler
-from swiftkv.errors import SwiftkvError
+from swiftkv.errors import TransferError
 from swiftkv.lease.messages import (
     Accept,
     Attached,
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeerPools(Protocol):
-    """The way to the pools of lenders. `find` and `attach` may raise a `SwiftkvError`."""
+    """The way to the pools of lenders. `find` and `attach` raise `TransferError` if there is none."""
 
     def find(self, store_path: str) -> PeerHandle:
         """Return the pool that a lender publishes at `store_path`. Called in a thread of its own; may wait."""
@@ -164,7 +164,7 @@ class Borrower:
         try:
             for link, pool in zip(peer.links, order.found.result(), strict=True):
                 self._pools.attach(link.number, pool)
-        except SwiftkvError as error:
+        except TransferError as error:
             self._detach_all(peer)
             return str(error)
         return None
@@ -239,6 +239,7 @@ class Borrower:
             pid=me.pid,
             start_ticks=me.start_ticks,
             links=peer.spec.links,
+            others=list(me.others),
         )
         self._wire.send_to_lender(peer.index, hello)
 
@@ -281,7 +282,7 @@ class Borrower:
 
     def _on_found(self, search: _Attachment, now_s: float) -> None:
         error = search.found.exception()
-        if isinstance(error, SwiftkvError):
+        if isinstance(error, TransferError):
             self._on_outcome(search, str(error), now_s)
         elif error is not None:
             raise error

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import TransferError
+from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.stream import NO_STREAM, KVStream
 from swiftkv.transport.base import (
     COPY_TIMING,
@@ -40,6 +41,7 @@ from swiftkv.transport.base import (
 )
 
 CopyKind = Literal["spill", "load", "store"]
+_COPY_KINDS: tuple[CopyKind, ...] = ("spill", "load", "store")
 
 _MAX_RECENT = 4096
 
@@ -129,6 +131,18 @@ def buffers_of(plan: StepCopies) -> int:
     return max(1, plan.num_stream_buffers)
 
 
+def runs_of(plan: StepCopies, num_groups: int) -> Iterator[tuple[int, CopyKind, int, Int64Array]]:
+    """Yield the group, kind and buffer of all runs that a step copies, with the runs."""
+    if not plan.has_copies:
+        return
+    for group in range(num_groups):
+        for kind in _COPY_KINDS:
+            for buffer in range(1 if kind == "spill" else buffers_of(plan)):
+                runs = plan.copies(group, kind, buffer)
+                if len(runs):
+                    yield group, kind, buffer, runs
+
+
 class LaunchedStep(Protocol):
     """A step with copies that was launched."""
 
@@ -142,11 +156,15 @@ class LayerStream:
     A step may begin while a device is busy with earlier ones. `step_ended` records it.
     """
 
-    def __init__(self, transport: Transport, groups: Sequence[KVGroup]) -> None:
-        """`groups` are all the KV groups of the model, in the order of its pool."""
+    def __init__(self, transport: Transport, groups: Sequence[KVGroup], communicator: Communicator = ALONE) -> None:
+        """`groups` are all the KV groups of the model, in the order of its pool.
+
+        Each rank of a model has a stream, and they make the same steps.
+        """
         self.groups = tuple(groups)
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # single steps; the reader may clear it
         self._transport = transport
+        self._communicator = communicator
         self._journal = _Journal(transport)
         self._launched: deque[LaunchedStep] = deque()  # not recorded yet, the oldest first
 
@@ -155,20 +173,25 @@ class LayerStream:
         """Yield the hooks for one forward pass; on leaving, all copies of the step are done.
 
         On a device they are done when its compute stream has come that far: the caller waits for that before anything
-        is given back. Raises `TransferError` if a copy failed: then no copy is in flight, and nothing of the step
-        counts.
+        is given back. Raises `TransferError` if a copy failed, on any rank: then no copy is in flight, and nothing of
+        the step counts.
         """
         if not plan.has_copies:
             yield NO_STREAM
             return
         try:
-            step = _Step(self._transport, self._journal, self.groups, plan)
+            step = self._begin(plan)
             yield step
-            step.wait_for_stores()
+            step.end()
         except TransferError:
             self._transport.settle()
             raise
         self.launched(step)
+
+    def _begin(self, plan: StepCopies) -> _Step:
+        if self._communicator.size == 1:
+            return _Step(self._transport, self._journal, self.groups, plan)
+        return _RankStep(self._transport, self._journal, self.groups, plan, self._communicator)
 
     def launched(self, step: LaunchedStep) -> None:
         """Note a step whose copies were launched, here or in a graph (`master.graph_stream`)."""
@@ -263,7 +286,8 @@ class _Step:
         if following < len(copies.layers):
             self._load(copies.layers[following])
 
-    def wait_for_stores(self) -> None:
+    def end(self) -> None:
+        """Wait for the copies that nothing has waited for yet."""
         for layer in self._stores:
             self._wait_for_store(layer)
 
@@ -294,3 +318,35 @@ class _Step:
         begin_s = time.monotonic()
         self._transport.wait(ticket)
         self._waited.append((ticket, time.monotonic() - begin_s))
+
+
+class _RankStep(_Step):
+    """A step of one of several ranks.
+
+    The others wait for this rank's part of every layer, so it goes on after a copy has failed, with whatever its pool
+    holds then, and all ranks give the step up at its end. They meet there in any case: only rank 0 gives lenders their
+    memory back, and it must know that the others have ended their copies.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        journal: _Journal,
+        groups: Sequence[KVGroup],
+        plan: StepCopies,
+        communicator: Communicator,
+    ) -> None:
+        super().__init__(transport, journal, groups, plan)
+        self._communicator = communicator
+        self._failure: TransferError | None = None
+
+    def end(self) -> None:
+        super().end()
+        self._transport.settle()
+        agree(self._communicator, self._failure)
+
+    def _wait(self, ticket: Ticket) -> None:
+        try:
+            super()._wait(ticket)
+        except TransferError as error:
+            self._failure = TransferError(str(error))  # without links: other ranks may have failed over others

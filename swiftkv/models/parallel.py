@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from swiftkv.errors import TransferError
 from swiftkv.kernels.experts import Choices, PackedExperts
 from swiftkv.kernels.ops import AnyOps, PackedLinear, PackedMlp
 
@@ -59,6 +60,18 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def agree(communicator: Communicator, failure: TransferError | None) -> None:
+    """Return when all ranks, whose memory is the host's, have come here, and none of them has failed.
+
+    Raises `TransferError` on every rank otherwise: its own `failure`, or one that says which other rank failed.
+    """
+    failed = communicator.all_gather(torch.tensor([failure is not None], dtype=torch.uint8)).flatten().nonzero()
+    if failure is not None:
+        raise failure
+    if len(failed):
+        raise TransferError(f"rank {int(failed[0])} of this engine failed to do its part")
 
 
 @dataclass(frozen=True, slots=True)

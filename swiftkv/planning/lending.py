@@ -24,7 +24,7 @@ class LendingPair:
     borrower: SizedPlan
     borrower_group: int
     share: Fraction
-    extent: Extent  # if the lender's groups share extents, it consists of whole ones of these
+    extent: Extent  # in each rank's pool; if the lender's groups share extents, it consists of whole ones of these
     num_extents: int
 
     @property
@@ -54,7 +54,8 @@ class LendingPair:
 
     @property
     def lent_bytes(self) -> int:
-        return self.num_extents * self.extent.num_bytes
+        """The bytes that are lent then, in the pools of all of the lender's ranks."""
+        return self.lender.tensor_parallel_size * self.num_extents * self.extent.num_bytes
 
     @property
     def borrowed_blocks(self) -> int:
@@ -143,14 +144,15 @@ class BorrowerRoom:
 def plan_lending(plans: Sequence[ModelPlan]) -> tuple[BorrowerRoom, ...]:
     """Pair every master of a node with every worker in the same kind of memory, the host's or GPUs'.
 
-    A worker's budget is divided evenly among these masters. Pools of a size that is not known yet lend and borrow
-    nothing.
+    A worker with several ranks has pairs only with masters whose ranks can be divided evenly among them. A worker's
+    budget is divided evenly among the masters. Pools of a size that is not known yet lend and borrow nothing.
     """
     planned = [plan for plan in plans if isinstance(plan, SizedPlan)]
     rooms = []
     for master in planned:
         beside = [plan for plan in planned if plan.on_gpu == master.on_gpu]
-        workers = [plan for plan in beside if plan.role == "worker"]
+        num_ranks = master.tensor_parallel_size
+        workers = [plan for plan in beside if plan.role == "worker" and num_ranks % plan.tensor_parallel_size == 0]
         if master.role == "master" and workers:
             num_masters = sum(plan.role == "master" for plan in beside)
             pairs = tuple(pair for worker in workers for pair in _pairs(worker, master, num_masters))
@@ -166,9 +168,10 @@ def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
 def _pairs(lender: SizedPlan, borrower: SizedPlan, num_borrowers: int) -> list[LendingPair]:
     pairs = []
     lendable = lender.division.lendable()
+    parts_per_block = borrower.tensor_parallel_size // lender.tensor_parallel_size  # of the borrower's ranks
     for i, num_blocks in lendable.items():
         for j, borrowed in enumerate(borrower.groups):
-            extent = extent_between(num_blocks * lender.groups[i].block_bytes, borrowed.block_bytes)
+            extent = extent_between(num_blocks * lender.groups[i].block_bytes, parts_per_block * borrowed.block_bytes)
             share = _part(lender, i) * borrower.borrowing_parts[j] / num_borrowers
             pair = LendingPair(
                 lender=lender,

@@ -196,6 +196,8 @@ def _lending_notes(room: BorrowerRoom) -> Iterator[str]:
         yield f"{room.sequence_tokens:,} tokens of one sequence fit, {times:.2f} times those without lending"
     if room.sequence_tokens > model_limit:
         yield f"{room.borrower.name} itself was made for {model_limit:,} tokens"
+    for lender in dict.fromkeys(pair.lender.name for pair in room.pairs if pair.lender.tensor_parallel_size > 1):
+        yield f"{lender} has ranks: an extent is a part of the pool of each, and the bytes lent are those of all"
     for pair in room.pairs:
         if pair.num_extents == 0:
             yield f"{_pair_name(pair)} lends nothing: {_why_not(pair)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -53,6 +53,16 @@ class DevicePool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """A pool in host memory, as a descriptor of the process `pid`."""
+
+    pid: int
+    fd: int
+    device: int  # `st_dev` and `st_ino` of that memory: a process that took the pid of another has a different one
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
 class PeerHandle:
     """The place of a lender's pool. Valid for one attachment of two engine processes."""
 
@@ -64,6 +74,28 @@ class PeerHandle:
     store_path: str  # the rendezvous file that this handle came through
     secret: str = field(repr=False)  # hexadecimal: a two-sided transport's ends prove to each other that they know it
     ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device: fd, device and inode then say nothing
+    other_ranks: tuple[PoolMemory, ...] = ()  # the pools of the lender's other ranks, each of `nbytes`, in host memory
+    offset_bytes: int = 0  # of our part in each extent: every offset in the pool counts from here
+
+    def of_rank(self, rank: int, num_ranks: int, part_bytes: int) -> PeerHandle:
+        """Return the place where rank `rank` of a borrower has its part of the borrowed blocks.
+
+        An extent holds, one after the other, the parts that `num_ranks` ranks have of all of its blocks, each of
+        `part_bytes`. If the lender has several ranks, too, each of their pools holds equally many of these parts.
+        """
+        pools = (PoolMemory(self.pid, self.fd, self.device, self.inode), *self.other_ranks)
+        assert num_ranks % len(pools) == 0, f"{num_ranks} ranks cannot borrow from {len(pools)}"
+        parts_per_pool = num_ranks // len(pools)
+        pool = pools[rank // parts_per_pool]
+        return replace(
+            self,
+            pid=pool.pid,
+            fd=pool.fd,
+            device=pool.device,
+            inode=pool.inode,
+            other_ranks=(),
+            offset_bytes=rank % parts_per_pool * part_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +138,7 @@ class Transport(Protocol):
         """Detach a link, if it is attached, after waiting for submitted jobs; between steps only."""
 
     def lender_pool(self, link: int) -> npt.NDArray[np.uint8] | None:
-        """Return the pool that is attached as `link`, uint8 [nbytes], if this process can read it in place."""
+        """Return the pool that is attached as `link`, uint8, from `offset_bytes` on, if we can read it in place."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
         """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Only `wait` raises for wrong runs."""

@@ -13,6 +13,8 @@ import hmac
 import logging
 import os
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import DevicePool, PeerHandle, SharedPool
+from swiftkv.transport.base import DevicePool, PeerHandle, PoolMemory, SharedPool
 
 _POOL_KEY = "pool"
 _SECRET_BYTES = 32
@@ -52,12 +54,14 @@ def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return gloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
-def publish_pool(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
+def publish_pool(store_path: Path, pool: SharedPool | DevicePool, other_ranks: Sequence[PoolMemory] = ()) -> PeerHandle:
     """Publish the lender's `pool` at `store_path`, and return the handle that the borrower will find.
+
+    `other_ranks` are the pools of the lender's other ranks, which are like `pool`.
 
     Raises `TransferError` if the file cannot be written, as when the disk is full or the directory is gone.
     """
-    handle = handle_of(store_path, pool)
+    handle = replace(handle_of(store_path, pool), other_ranks=tuple(other_ranks))
     try:
         open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
     except (OSError, RuntimeError) as error:  # the store raises nothing more exact

@@ -33,8 +33,8 @@ class ShmTransport:
 
     def attach(self, link: int, peer: PeerHandle) -> None:
         assert link not in self._mappings, f"link {link} is attached"
-        mapping = map_memory(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)
-        self._engine.set_space(link, mapping.data_ptr(), peer.nbytes)
+        mapping = map_pool(peer)
+        self._engine.set_space(link, mapping.data_ptr(), mapping.nbytes)
         self._mappings[link] = mapping
         withdraw_pool(Path(peer.store_path))
 
@@ -69,6 +69,11 @@ class ShmTransport:
         self.settle()
         for link in list(self._mappings):
             self.detach(link)
+
+
+def map_pool(peer: PeerHandle) -> torch.Tensor:
+    """Return a lender's pool as uint8, from `offset_bytes` on. Raises `TransferError` as `map_memory` does."""
+    return map_memory(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)[peer.offset_bytes :]
 
 
 def map_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:

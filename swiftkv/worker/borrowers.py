@@ -51,7 +51,8 @@ class BorrowerPeer:
     refusal: str | None = None  # why the pool could not be published; the borrower's next Hello tries again
     is_attached: bool = False
     is_ending: bool = False  # its leases end once no thread serves it
-    is_gone: bool = False
+    num_running: int = 0  # its processes, from its Hello until they are gone
+    is_gone: bool = False  # and none of its processes runs
     quiet_s: float = 0.0  # monotonic: until then, stores that it launched may still arrive
     servers: list[threading.Thread] = field(default_factory=list)
     heard_s: float = 0.0

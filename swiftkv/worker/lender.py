@@ -204,16 +204,19 @@ class Lender:
             return  # the previous process may still write; this one asks again
         if peer.process is None:
             try:
-                peer.process = PeerProcess.find(hello.pid, hello.start_ticks)
+                processes = PeerProcess.find_all([(hello.pid, hello.start_ticks), *hello.others])
             except OSError as error:
                 peer.route = route
                 self._refuse(peer, hello, f"its process cannot be watched: {error}")
                 return
-            if peer.process is None:
+            if not processes:
                 return
+            peer.process = processes[0]
             peer.incarnation = hello.sender
             peer.welcome = None
-            self._wire.watch_exit(peer.process, lambda: self._on_exit(peer))
+            peer.num_running = len(processes)
+            for process in processes:
+                self._wire.watch_exit(process, lambda: self._on_exit(peer))
         if peer.is_ending:
             return
         peer.route = route
@@ -264,6 +267,10 @@ class Lender:
     # The end of a borrower's leases.
 
     def _on_exit(self, peer: BorrowerPeer) -> None:
+        """Note the end of one of a borrower's processes. While another runs, its copies may still arrive."""
+        peer.num_running -= 1
+        if peer.num_running:
+            return
         _log.warning("%s has ended; its leases end, too", peer.spec.name)
         peer.is_gone = peer.is_ending = True
         peer.quiet_s = self._wire.now_s() + self._quiet_s

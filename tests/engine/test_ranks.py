@@ -211,8 +211,15 @@ def test_a_step_arrives_as_it_was_sent() -> None:
     generator = np.random.default_rng(0)
     arrays = [generator.integers(-5, 1000, n).astype(np.int32) for n in (7, 7, 4, 3, 0, 9, 4, 1)]
     moves = generator.integers(0, 1000, (2, 3), np.int32)
-    step = ReceivedStep(*arrays[:4], arrays[4:6], arrays[6:], moves)
+    tables, runs = [arrays[4:6], arrays[5:3:-1]], generator.integers(0, 1 << 40, (3, 5))
+    step = ReceivedStep(*arrays[:4], tables, arrays[6:], moves, 2, {(1, "load", 1): runs, (0, "spill", 0): runs[:1]})
     received = unpack_step(pack_step(step))
+    assert received.has_copies
+    assert received.num_stream_buffers == 2
+    np.testing.assert_array_equal(received.copies(1, "load", 1), runs)
+    np.testing.assert_array_equal(received.copies(0, "spill", 0), runs[:1])
+    assert received.copies(1, "load", 0).shape == (0, 5)
+    np.testing.assert_array_equal(received.stream_tables[1][0], arrays[5])
     for ours, theirs in zip(arrays, flat(received), strict=True):
         assert theirs.flags.writeable  # as torch wants it
         np.testing.assert_array_equal(ours, theirs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
+from swiftkv.engine.rank_group import RankGroup
 from swiftkv.errors import TransferError
 from swiftkv.master.layer_stream import CopyKind, LayerStream
 from swiftkv.models.decoder import Decoder
@@ -280,6 +283,38 @@ def test_a_copy_that_fails_ends_the_step_with_nothing_in_flight(
         walk(stream, good)
         stream.step_ended()
         assert [step.num_steps for step in stream.recent] == [1]
+
+
+def test_a_copy_that_fails_on_one_rank_fails_on_all_at_the_end_of_the_step(tmp_path: Path) -> None:
+    """They go on until then: the others wait for the part of each layer of the one that failed. So do those that have
+    no copies left wait for those that have."""
+    layers: list[tuple[int, int]] = []
+
+    def make_steps(rank: int) -> None:
+        group = RankGroup(tmp_path / "group", rank, 2, torch.device("cpu"))
+        group.begin(60)
+        (tmp_path / str(rank)).mkdir()
+        with attached_here("shm", Pool([(GROUP, 8)]), tmp_path / str(rank), 1) as (transport, _):
+            stream = LayerStream(transport, [GROUP], group)
+            for bad_rank in (1, 0, None):
+                plan = HandMadePlan(1)
+                for kind in ("load", "store"):
+                    plan.runs[kind, 0] = [[9 if rank == bad_rank else 0, 0, 0, 1, 1]]
+                expects = contextlib.nullcontext() if bad_rank is None else pytest.raises(TransferError)
+                with expects as error, stream.step(plan) as hooks:
+                    for layer in GROUP.layers:
+                        hooks.before_write(layer)
+                        layers.append((rank, layer))
+                        assert group.all_gather(torch.tensor([layer])).tolist() == [[layer], [layer]]
+                        hooks.after_write(layer)
+                        hooks.after_attention(layer)
+                if error is not None:
+                    assert error.value.links == ()
+                    assert ("link 9" if rank == bad_rank else f"rank {bad_rank}") in str(error.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(make_steps, range(2)))
+    assert sorted(layers) == [(rank, layer) for rank in range(2) for layer in GROUP.layers for _ in range(3)]
 
 
 def test_books(tmp_path: Path) -> None:

@@ -104,6 +104,26 @@ def test_more_than_the_layer_stream_cache_can_hold_is_only_for_other_sequences()
     assert room.sequence_tokens_after(room.pairs[0], 1) is None  # the pool has no more
 
 
+@pytest.mark.parametrize(("lender_ranks", "layer_blocks"), [(1, 4 * 10), (2, 2 * 10), (4, 10)])
+def test_the_block_of_a_master_on_ranks_has_the_parts_that_lie_in_one_pool(
+    lender_ranks: int, layer_blocks: int
+) -> None:
+    master = replace(model("m", "master", 10, 10), tensor_parallel_size=4)
+    worker = replace(model("w", "worker", 20, 60, Fraction(1)), tensor_parallel_size=lender_ranks)
+    (room,) = plan_lending([master, worker])
+    (pair,) = room.pairs
+    assert pair.extent.borrower_block_bytes == layer_blocks * 2048
+    assert room.borrowed_blocks(0) == 20 * 60 // layer_blocks
+    assert link_geometry(pair).extent_bytes == pair.extent.meu_m * layer_blocks * 2048
+    assert room.lent_bytes == lender_ranks * worker.pool_bytes
+
+
+def test_a_worker_lends_to_no_master_whose_ranks_its_own_cannot_divide() -> None:
+    workers = [replace(model(str(n), "worker", 10, 60), tensor_parallel_size=n) for n in (1, 2, 4)]
+    (room,) = plan_lending([replace(model("m", "master", 10, 10), tensor_parallel_size=2), *workers])
+    assert [pair.lender.name for pair in room.pairs] == ["1", "2"]
+
+
 def test_a_worker_without_a_budget_lends_nothing() -> None:
     (room,) = plan_lending([model("m", "master", 10, 10), model("w", "worker", 7, 100)])
     assert room.pairs[0].num_extents == 0

@@ -7,10 +7,13 @@ import fcntl
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from swiftkv.errors import TransferError
-from swiftkv.transport.rendezvous import publish_pool
+from swiftkv.transport.base import PoolMemory, Runs
+from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.transport.shm import ShmTransport
 from tests.support.lender import Lender, mapped_inodes, pool_of
 from tests.transport.test_transport import NUM_BYTES, round_trip
@@ -78,3 +81,35 @@ def test_shm_shows_the_pool_of_a_lender_as_long_as_it_is_attached(tmp_path: Path
     transport.detach(0)
     assert transport.lender_pool(0) is None
     transport.close()
+
+
+@pytest.mark.parametrize(
+    ("num_pools", "places"),
+    [(1, [(0, 0), (0, 4096), (0, 8192), (0, 12288)]), (2, [(0, 0), (0, 4096), (1, 0), (1, 4096)])],
+)
+def test_each_rank_of_a_borrower_has_its_part_of_an_extent_after_that_of_the_rank_before(
+    num_pools: int, places: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    """In the one pool of a lender, or in those of its ranks, each of which has the parts of equally many."""
+    lent = [pool_of(NUM_BYTES) for _ in range(num_pools)]
+    for pool in lent:
+        pool.tensor.random_(generator=torch.Generator().manual_seed(pool.fd))
+    others = [PoolMemory(os.getpid(), *pool.identity()) for pool in lent[1:]]
+    publish_pool(tmp_path / "store", lent[0], others)
+    handle = find_pool(tmp_path / "store", 10)
+    for rank, (number, offset_bytes) in enumerate(places):
+        own = pool_of(NUM_BYTES)
+        transport = ShmTransport(own)
+        transport.attach(0, handle.of_rank(rank, len(places), 4096))
+        runs = Runs(np.array([[0, 512, 0, 1, 0]]), 1024, 1024)
+        transport.wait(transport.submit(None, runs, 0))
+        there = lent[number].tensor[offset_bytes:]
+        assert torch.equal(own.tensor[:1024], there[512:][:1024])
+        shown = transport.lender_pool(0)
+        assert shown is not None
+        assert torch.equal(torch.from_numpy(shown), there)
+        beyond = Runs(np.array([[0, NUM_BYTES - offset_bytes, 0, 1, 0]]), 1024, 1024)
+        ticket = transport.submit(None, beyond, 0)
+        with pytest.raises(TransferError):
+            transport.wait(ticket)
+        transport.close()

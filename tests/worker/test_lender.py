@@ -241,6 +241,30 @@ def test_a_borrower_that_cannot_be_watched_is_refused_until_it_can() -> None:
         socket.close(linger=0)
 
 
+def test_the_leases_of_a_borrower_end_with_the_last_of_its_processes() -> None:
+    """A rank may go on copying for a moment when the one that knows the leases is gone."""
+    with Node(start=["w"]) as node, zmq.Context() as context:
+        ranks = [subprocess.Popen(["sleep", "infinity"]) for _ in range(3)]
+        first, *others = ((rank.pid, start_ticks(rank.pid)) for rank in ranks)
+        gone = (others[0][0], others[0][1] + 1)
+        socket = context.socket(zmq.DEALER)
+        socket.connect(node.address("w"))
+        socket.send(msgspec.msgpack.encode(Hello("m", 7, 1, *first, [node.link], [*others, gone])))
+        assert socket.poll(TIMEOUT_S * 1000)
+        welcome = msgspec.msgpack.decode(socket.recv(), type=Welcome)
+        socket.send(msgspec.msgpack.encode(Attached(7, welcome.sender, 1)))
+        assert socket.poll(TIMEOUT_S * 1000)
+        node["w"].wait_for(lambda state: state.lends[0].counts["home"] == 0)
+        for rank in (ranks[0], ranks[2]):
+            rank.kill()
+            rank.wait()
+            assert node["w"].show().lends[0].counts["home"] == 0
+        ranks[1].kill()
+        ranks[1].wait()
+        node["w"].wait_for(lambda state: state.lends[0].counts["home"] == ALL)
+        socket.close(linger=0)
+
+
 def test_what_the_dead_said_last_does_not_make_them_attached() -> None:
     """Otherwise they would be lent extents that nobody knows of and nobody returns."""
     with Node(start=[]) as node, zmq.Context() as context:
