@@ -246,6 +246,9 @@ class ModelRunner:
         if not len(plan.token_ids):
             if self.layer_stream is not None:
                 self.layer_stream.run_copies_only(plan)
+            # Other steps end with sums of all ranks. This one must not end before all ranks have moved their blocks:
+            # what rank 0 does then may read or write these in their pools.
+            self._communicator.all_gather(torch.zeros(1, device=self.device))
             return torch.empty(0, 0, device=self.device)
         if self.decode_graphs is not None:
             hidden = self.decode_graphs.run(plan)

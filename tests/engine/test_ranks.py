@@ -13,11 +13,13 @@ import psutil
 import pytest
 import torch
 
-from swiftkv.engine.messages import EXIT_LOAD_FAILED
+from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.ranks import ReceivedStep, pack_step, unpack_step
+from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import EngineError
 from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, open_store
+from swiftkv.units import PoolBytes
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.engine.test_parity import ONE_SEQUENCE_BLOCKS, greedy, mixed_prompts
 from tests.support.checkpoints import SHAPE, make_checkpoint
@@ -174,6 +176,21 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
             one.all_gather(torch.zeros(1))
         with pytest.raises(EngineError):  # a rank that comes too late notices at once
             two.all_gather(torch.zeros(1))
+
+
+def test_a_step_without_tokens_ends_when_all_ranks_have_made_it(checkpoint: Path, tmp_path: Path) -> None:
+    """It may have moved blocks. What rank 0 does next, for storage or a lender, reads those of the other ranks."""
+    config = EngineConfig("m", str(checkpoint), "", "", PoolBytes(1 << 20), 16, dtype="float32")
+    nothing = np.empty(0, np.int32)
+    moves = np.array([[0, 1, 2]], np.int32)
+    step = ReceivedStep(nothing, nothing, np.zeros(1, np.int32), nothing, [[nothing]], [np.zeros(1, np.int32)], moves)
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(join, [tmp_path / "group"] * 2, [0, 1]))
+        one, two = (ModelRunner(config, group) for group in groups)
+        list(threads.map(lambda runner: runner.forward(step), (one, two)))
+        list(threads.map(lambda group: group.begin(0.5), groups))
+        with pytest.raises(EngineError, match="does not answer"):
+            one.forward(step)
 
 
 def test_who_does_not_know_the_secret_is_no_rank(tmp_path: Path) -> None:
