@@ -148,30 +148,26 @@ struct WidenedBf16Product : FloatProduct {
     }
 };
 
+constexpr swiftkv::Blocking kBlocking = {192, 384 << 10, 256 << 10, 256 << 10, 0};
+// Of panels several times as wide, past which activations go the less often.
+constexpr swiftkv::Blocking kCachedBlocking = {192, 1536 << 10, 256 << 10, 256 << 10, 0};
+
 constexpr swiftkv::GemmKernel make_kernel(int max_rows, int vectors, int k_step, bool widen_activations,
-                                          decltype(swiftkv::GemmKernel::multiply) multiply) {
+                                          decltype(swiftkv::GemmKernel::multiply) multiply,
+                                          const swiftkv::Blocking& blocking) {
     const int width = vectors * Simd::kLanes;
-    return {width,
-            width,
-            1,
-            k_step,
-            k_step,
-            max_rows,
-            widen_activations,
-            false,
-            multiply,
-            {192, 384 << 10, 256 << 10, 256 << 10, 0},
-            nullptr};
+    return {width, width, 1, k_step, k_step, max_rows, widen_activations, false, multiply, blocking, nullptr};
 }
 
 template <typename Product, int kMaxRows, int kVectors>
 constexpr swiftkv::GemmKernel make_kernel(int k_step, bool widen_activations) {
-    return make_kernel(kMaxRows, kVectors, k_step, widen_activations, multiply<Product, kMaxRows, kVectors>);
+    return make_kernel(kMaxRows, kVectors, k_step, widen_activations, multiply<Product, kMaxRows, kVectors>, kBlocking);
 }
 
 template <typename Product, int kMaxRows, int kVectors, int kRegisters>
 constexpr swiftkv::GemmKernel make_cached_kernel(int k_step) {
-    return make_kernel(kMaxRows, kVectors, k_step, true, multiply_cached<Product, kMaxRows, kVectors, kRegisters>);
+    return make_kernel(kMaxRows, kVectors, k_step, true, multiply_cached<Product, kMaxRows, kVectors, kRegisters>,
+                       kCachedBlocking);
 }
 
 }  // namespace
