@@ -269,8 +269,8 @@ class KvCache {
     std::vector<uint8_t> residency(std::span<const BlockKey> keys) const;
     // The length, in blocks, of the longest prefix that could be used if these blocks were here: [keys][groups].
     int usable_length(std::span<const uint8_t> is_there) const;
-    // The number of leading keys whose full-attention blocks would fit the local pool if it held nothing else: the most
-    // that can be loaded.
+    // The number of leading keys whose blocks, as far as they are not further down, would fit the local pool if it held
+    // nothing else: the most that can be loaded.
     int local_room(std::span<const BlockKey> keys) const;
     // Takes blocks for everything that the prefix `keys` needs from block `first` on and that is not here, and leaves
     // `spare` blocks available. If it may evict, cached blocks make room, but none of the prefixes `kept`. Returns an
@@ -443,6 +443,7 @@ class KvCache {
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
     std::vector<LoadingBlock> missing_from(std::span<const BlockKey> keys, int first) const;
     void hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
+    bool fits_pool(std::span<const int> num_blocks) const;
     bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;
     bool is_known_to_lack_room(std::span<const int> wanted, std::span<const std::span<const BlockKey>> kept) const;
     int64_t num_moves() const;

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import pytest
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
+
+NOTHING = np.zeros(0, np.int32)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -149,3 +153,23 @@ def test_a_window_that_moves_in_has_its_extent_before_others_take_blocks() -> No
     assert converse(e, 3, tokens) == 4
     assert e.scheduler.stats().groups[1].borrowed_used == 0
     assert len(e.outputs) == 3
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_may_be_loaded_finds_room_in_an_engine_at_rest(seed: int) -> None:
+    """Otherwise a request would wait for room that nobody is going to leave."""
+    rng = random.Random(seed)
+    sizes, fewest = rng.choice([((2, 1), 9), ((1, 2), 15), ((1, 1), 14)])
+    num_extents, window = rng.randint(fewest, fewest + 8), rng.choice([5, 6, 8, 12])
+    layers = (8 // sizes[0], 8 // sizes[1])
+    groups = [(layers[g], sizes[g] * num_extents, window * g) for g in range(2)]
+    setup = LendingSetup(tuple(groups), (BorrowSetup(0, 16, 2),), max_model_len=80, blocks_per_extent=sizes)
+    e = LendingEngine(setup, rng)
+    e.borrow(0, rng.randint(0, 16))
+    for i in range(rng.randint(0, 4)):
+        converse(e, i, prompt(rng.randint(5, 60), rng.randrange(1000)))
+    e.scheduler.add_request(99, np.array(prompt(rng.randint(20, 76), 99), np.int32), 1, 0, NOTHING, b"", False)
+    _, is_resident, num_usable = e.scheduler.look_up(99)
+    length = e.scheduler.loadable(99, np.ones(len(is_resident), np.uint8), len(is_resident) // 2)
+    if length > num_usable:
+        assert len(e.scheduler.begin_load(99, length, 0)[0]) > 0
