@@ -33,7 +33,7 @@ class QuantizedMatrix:
     factors: Tensor  # float32 [rows, groups]
     zeros: Tensor | None  # [rows, groups]
     group: Tensor  # int64 [columns], the group of each column, on the CPU
-    code_bits: int | None  # numbers are integers from 0 on, of so many bits; None: they are others
+    code_bits: int | None = None  # numbers are integers from 0 on, of so many bits; None: they are others
 
     def with_rows(self, of_rows: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
         """Return the matrix with other rows, or on another device, by what makes them of these rows' tensors."""
