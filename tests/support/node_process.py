@@ -94,7 +94,7 @@ class NodeProcess:
 
     def __exit__(self, *exception: object) -> None:
         for process in self._everybody:
-            if process.is_running():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile, after its rank 0
                 process.kill()
         self.process.kill()
         self.process.wait()
