@@ -369,7 +369,7 @@ class KvCache {
     template <class MayGoOn>
     void promote_while(BlockTable& table, int group, int& max_blocks, MayGoOn&& may_go_on);
     int staging_extents_of(int group) const;
-    int extents_of_one_sequence(int group, int num_blocks) const;
+    bool fits_house(std::span<const int> num_blocks) const;
     int spare_for_histories(std::span<const int> wanted, bool is_compacted) const;
     int num_left_for_histories() const;
     bool borrows() const;

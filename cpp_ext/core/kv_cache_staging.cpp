@@ -106,16 +106,20 @@ int KvCache::staging_extents_of(int group) const {
 }
 
 bool KvCache::could_hold_in_house(std::span<const int> num_blocks) const {
-    int of_histories = 0, of_windows = 0;
-    for (int g = 0; g < num_groups(); ++g)
-        (spec(g).window > 0 ? of_windows : of_histories) += extents_of_one_sequence(g, num_blocks[g]);
-    return of_histories + std::max(of_windows, borrows() ? extents_for_windows_ : 0) <= num_home_extents();
+    std::vector<int> local;
+    for (int g = 0; g < num_groups(); ++g) {
+        const int num_staged = std::min(groups_[g].pool.num_held(), staging_target(g) * spec(g).num_layers);
+        local.push_back(std::max(0, num_blocks[g] - num_staged));
+    }
+    return fits_house(local);
 }
 
-int KvCache::extents_of_one_sequence(int g, int num_blocks) const {
-    const int num_staging = staging_extents_of(g), layer_blocks = staging_target(g) * spec(g).num_layers;
-    const int num_staged = std::min(groups_[g].pool.num_held(), layer_blocks);
-    return num_staging + extents_for(spec(g), std::max(0, num_blocks - num_staged));
+// Whether so many blocks of each group fit beside the layer-stream cache if nothing else has extents.
+bool KvCache::fits_house(std::span<const int> num_blocks) const {
+    int of_histories = 0, of_windows = 0;
+    for (int g = 0; g < num_groups(); ++g)
+        (spec(g).window > 0 ? of_windows : of_histories) += staging_extents_of(g) + extents_for(spec(g), num_blocks[g]);
+    return of_histories + std::max(of_windows, borrows() ? extents_for_windows_ : 0) <= num_home_extents();
 }
 
 bool KvCache::can_stage_more(int g) const {

@@ -191,37 +191,27 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
     std::vector<int> needed(groups_.size(), 0);
     int length = 0;
     index_.find_each(keys, [&](size_t i, NodeId node) {
-        length = static_cast<int>(i) + 1;
+        const int longer = static_cast<int>(i) + 1;
         for (int g = 0; g < num_groups(); ++g) {
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
             if (groups_[g].spec.window > 0)
-                needed[g] = length - first_of_match(g, length);
+                needed[g] = longer - first_of_match(g, longer);
             else if (block == kNone || is_local(g, block))
                 ++needed[g];
         }
-        if (fits_pool(needed)) return true;
-        --length;
-        return false;
+        if (!fits_pool(needed)) return false;
+        length = longer;
+        return true;
     });
     return length;
 }
 
 // Whether so many blocks of each group fit beside the layer-stream cache if the pool holds nothing else.
 bool KvCache::fits_pool(std::span<const int> num_blocks) const {
-    if (!house_) {
-        for (int g = 0; g < num_groups(); ++g)
-            if (groups_[g].spec.window == 0 && num_blocks[g] > num_home_blocks(g) - staging_target(g)) return false;
-        return true;  // a pool has room for the tail of a window
-    }
-    int of_histories = 0, of_windows = 0;
-    for (int g = 0; g < num_groups(); ++g) {
-        const int extents = extents_for(spec(g), num_blocks[g]);
-        if (spec(g).window > 0)
-            of_windows += extents;
-        else
-            of_histories += staging_extents_of(g) + extents;
-    }
-    return of_histories + std::max(of_windows, borrows() ? extents_for_windows_ : 0) <= num_home_extents();
+    if (house_) return fits_house(num_blocks);
+    for (int g = 0; g < num_groups(); ++g)
+        if (groups_[g].spec.window == 0 && num_blocks[g] > num_home_blocks(g) - staging_target(g)) return false;
+    return true;  // a pool has room for the tail of a window
 }
 
 // Holds the blocks of the prefix that are here meanwhile, so that they are not evicted for the missing ones, and are
