@@ -21,16 +21,11 @@ struct Tables {
     __m256i high[4];
 };
 
-// Returns the bits of eight numbers rounded to bfloat16, in the upper halves; NaN stays NaN if its last bits are 0.
-__m256i round_bf16(Simd::V x) {
-    const __m256i bits = _mm256_castps_si256(x);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-}
-
-// Returns the lower bytes of sixteen numbers in bfloat16, then the upper ones.
+// Returns the lower bytes of sixteen numbers rounded to bfloat16, then the upper ones.
+// NaN whose last bits are set, which no program writes as a factor, may become other numbers.
 __m256i bytes_of_bf16(Simd::V first, Simd::V second) {
-    const __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(first), 16), round_bf16(second), 0xaa);
+    const __m256i both =
+        _mm256_blend_epi16(_mm256_srli_epi32(Simd::round_bf16(first), 16), Simd::round_bf16(second), 0xaa);
     const __m256i by_byte = _mm256_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15,  //
                                              0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
     return _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(both, by_byte), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));

@@ -98,7 +98,7 @@ void multiply(int rows, const void* a, int64_t a_stride_bytes, const void* panel
         multiply<Product, kMaxRows - 1, kVectors>(rows, a, a_stride_bytes, panel, k_steps, first, sums, ahead);
 }
 
-// As many columns at once as the sums of these rows leave registers for.
+// Returns how many vectors of columns are multiplied at once: as many as the sums of these rows leave registers for.
 template <int kRows, int kPanelVectors, int kRegisters>
 constexpr int vectors_at_once() {
     int vectors = kPanelVectors;
@@ -149,7 +149,7 @@ struct WidenedBf16Product : FloatProduct {
 };
 
 constexpr swiftkv::Blocking kBlocking = {192, 384 << 10, 256 << 10, 256 << 10, 0};
-// Of panels several times as wide, past which activations go the less often.
+// Panels that are unpacked are several times as wide, so activations pass them less often, and tiles have more rows.
 constexpr swiftkv::Blocking kCachedBlocking = {192, 1536 << 10, 256 << 10, 256 << 10, 0};
 
 constexpr swiftkv::GemmKernel make_kernel(int max_rows, int vectors, int k_step, bool widen_activations,

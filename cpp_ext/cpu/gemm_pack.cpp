@@ -121,10 +121,7 @@ PackedLinear::PackedLinear(const GemmKernel& kernel, const std::vector<Rows>& so
 
 PackedLinear::PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave)
     : PackedLinear(gemm_kernel(active_isa(), dtype), sources, in_features, dtype, interleave) {
-    allocate(k_steps_ * step_bytes());
-    parallel_for(num_panels_, [&](int64_t begin, int64_t end, int) {
-        for (int64_t i = begin; i < end; ++i) pack_panel(sources, i);
-    });
+    pack(sources, k_steps_ * step_bytes());
 }
 
 PackedLinear::PackedLinear(const std::vector<FourBitRows>& sources, const FourBits& format, int64_t in_features,
@@ -135,10 +132,7 @@ PackedLinear::PackedLinear(const std::vector<FourBitRows>& sources, const FourBi
     if (size < 1 || size > FourBits::kMaxGroup || size % FourBits::kChunk != 0 || in_features % size != 0)
         throw std::invalid_argument("groups must be of 32, 64, 96 or 128 inputs, and divide in_features");
     four_bits_ = format;
-    allocate(in_features / format.group_size * format.record_bytes(kernel_->panel_width));
-    parallel_for(num_panels_, [&](int64_t begin, int64_t end, int) {
-        for (int64_t i = begin; i < end; ++i) pack_panel(sources, i);
-    });
+    pack(sources, in_features / format.group_size * format.record_bytes(kernel_->panel_width));
 }
 
 template <typename Rows>
@@ -152,9 +146,13 @@ void PackedLinear::pack_biases(const std::vector<Rows>& sources) {
     }
 }
 
-void PackedLinear::allocate(int64_t panel_bytes) {
+template <typename Rows>
+void PackedLinear::pack(const std::vector<Rows>& sources, int64_t panel_bytes) {
     panel_bytes_ = panel_bytes;
     std::tie(arena_, panels_) = WeightArena::allocate(nbytes());
+    parallel_for(num_panels_, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) pack_panel(sources, i);
+    });
 }
 
 PackedLinear::Place PackedLinear::place(int64_t panel, int64_t column) const {

@@ -55,7 +55,7 @@ class PackedLinear {
     int64_t panel_outputs() const { return interleaved_ ? kernel_->panel_width / 2 : kernel_->panel_width; }
     int64_t num_outputs() const { return interleaved_ ? out_features_ / 2 : out_features_; }
     bool is_unpacked() const { return !four_bits_; }
-    // Where steps of k from `begin` on lie in an unpacked panel.
+    // Returns the steps of k of an unpacked panel, from `begin` on.
     const char* steps(int64_t panel, int64_t begin) const {
         return panels_ + panel * panel_bytes_ + begin * step_bytes();
     }
@@ -79,7 +79,8 @@ class PackedLinear {
                  bool interleave);
     template <typename Rows>
     void pack_biases(const std::vector<Rows>& sources);
-    void allocate(int64_t panel_bytes);
+    template <typename Rows>
+    void pack(const std::vector<Rows>& sources, int64_t panel_bytes);
     Place place(int64_t panel, int64_t column) const;
     void pack_panel(const std::vector<WeightRows>& sources, int64_t panel);
     void pack_panel(const std::vector<FourBitRows>& sources, int64_t panel);

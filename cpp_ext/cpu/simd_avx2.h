@@ -58,10 +58,16 @@ struct Simd {
         const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
     }
-    static void store_bf16(uint16_t* p, V x) {
+    // Returns the bits of x rounded to bfloat16, in the upper halves. NaN whose last bits are set may become other
+    // numbers.
+    static __m256i round_bf16(V x) {
         const __m256i bits = _mm256_castps_si256(x);
         const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-        const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    }
+    static void store_bf16(uint16_t* p, V x) {
+        const __m256i bits = _mm256_castps_si256(x);
+        const __m256i rounded = round_bf16(x);
         const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
         const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(1 << 22));
         const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
