@@ -179,51 +179,53 @@ class Packer:
 
     def matrix(self, name: str) -> Tensor | FourBitMatrix:
         """Return this rank's part of a matrix; if it is stored in four bits and kernels keep them, it stays so."""
-        weight = self.weights[name]
-        quantized = self._quantized(weight, name) if self.ops.keeps_four_bits(self.dtype) else None
-        here = None if quantized is None else self._here(weight, quantized).four_bits(_columns(weight), self.dtype)
-        if here is None or here.shape != weight.part_shape:
-            return self.tensor(name)
-        PROGRESS.loads(here.nbytes)
-        return here
+        weight, quantized = self.weights[name], self._quantized(name)
+        if quantized is not None and self.ops.keeps_four_bits(self.dtype):
+            here = quantized.four_bits(_columns(weight), self.dtype)
+            if here is not None and here.shape == weight.part_shape:
+                PROGRESS.loads(here.nbytes)
+                return here
+        return self._in_dtype(name, quantized)
 
     def tensor(self, name: str) -> Tensor:
         """Return this rank's part of a tensor: a view of the mapped file if dtype and device are the same."""
-        here = self._stored(name).to(device=self.device, dtype=self.dtype)
+        return self._in_dtype(name, self._quantized(name))
+
+    def _in_dtype(self, name: str, quantized: QuantizedMatrix | None) -> Tensor:
+        here = self._stored(name, quantized).to(device=self.device, dtype=self.dtype)
         missing = self.weights[name].part_shape[0] - len(here)
         return F.pad(here, (0, 0, 0, missing)) if missing else here
 
     def _stored_name(self, name: str) -> str:
         return self.weights[name].stored_as or name
 
-    def _stored(self, name: str) -> Tensor:
+    def _stored(self, name: str, quantized: QuantizedMatrix | None) -> Tensor:
         weight = self.weights[name]
-        quantized = self._quantized(weight, name)
         if quantized is None:
             packed = self._packed(weight)
             whole = self.files.get(*self._source(weight, name))
             stored = (whole if packed is None else packed.of(whole))[weight.part]
         else:
-            stored = self._here(weight, quantized).unpack(_columns(weight), self.dtype)
+            stored = quantized.unpack(_columns(weight), self.dtype)
         PROGRESS.loads(stored.numel() * self.dtype.itemsize)
         return stored
 
-    def _quantized(self, weight: Weight, name: str) -> QuantizedMatrix | None:
+    def _quantized(self, name: str) -> QuantizedMatrix | None:
+        """Return this rank's rows of a weight, on the model's device, and no other; `None` if it is not quantized."""
+        weight = self.weights[name]
         packed = self._packed(weight)
         num_shards = 1 if packed is None else packed.num_shards
-        return self.files.quantized(*self._source(weight, name), num_shards, self.qweights)
+        matrix = self.files.quantized(*self._source(weight, name), num_shards, self.qweights)
+        if matrix is None:
+            return None
+        return matrix.with_rows(
+            lambda rows: (rows if packed is None else packed.of(rows))[weight.part[:1]].to(self.device)
+        )
 
     def _source(self, weight: Weight, name: str) -> tuple[str, tuple[int, ...]]:
         """Return name and shape of the tensor that a weight is stored in."""
         packed = self._packed(weight)
         return (self._stored_name(name), weight.shape) if packed is None else (packed.name, packed.shape)
-
-    def _here(self, weight: Weight, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """Return this rank's rows of a quantized weight, on the model's device, and no other."""
-        packed = self._packed(weight)
-        return matrix.with_rows(
-            lambda rows: (rows if packed is None else packed.of(rows))[weight.part[:1]].to(self.device)
-        )
 
     def _packed(self, weight: Weight) -> PackedPart | ShardedRows | None:
         """Return the place of a weight inside another tensor, if the checkpoint stores it there."""
@@ -243,7 +245,7 @@ class Packer:
 
     def float32(self, name: str) -> Tensor:
         """Return a copy of a tensor in float32, not rounded to the model's dtype."""
-        return self._stored(name).to(device=self.device, dtype=torch.float32, copy=True)
+        return self._stored(name, self._quantized(name)).to(device=self.device, dtype=torch.float32, copy=True)
 
     def norm(self, name: str) -> Tensor:
         """Return a copy of the factors of a norm: its weights, plus `norm_offset` if there is one."""
