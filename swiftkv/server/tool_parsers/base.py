@@ -184,6 +184,11 @@ class TaggedParser(SteppedParser):
             self._is_behind_call = False
             events.append(Said(told))
 
+    def _last_text(self, text: str) -> list[ToolEvent]:
+        """Return the event for what is left at the end of an answer, if that is anything."""
+        text = self._unsaid(text)
+        return [Said(text)] if text else []
+
     def _unsaid(self, text: str) -> str:
         """Return the white space that was held back, and `text` after it."""
         text = self._spaces + text

@@ -16,7 +16,6 @@ from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.base import (
     ArgumentsGrown,
     CallBegun,
-    Said,
     TaggedParser,
     ToolEvent,
     ToolFunction,
@@ -47,8 +46,7 @@ class DeepSeekV3Parser(TaggedParser):
     def finish(self) -> list[ToolEvent]:
         if self._next in ("arguments", "call end"):
             return []
-        text = self._unsaid(self._opening + self._rest)
-        return [Said(text)] if text else []
+        return self._last_text(self._opening + self._rest)
 
     def _step(self, events: list[ToolEvent]) -> bool:
         match self._next:

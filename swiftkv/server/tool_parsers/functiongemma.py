@@ -22,7 +22,6 @@ from swiftkv.server.tool_parsers.argument_types import (
 )
 from swiftkv.server.tool_parsers.base import (
     ArgumentWriter,
-    Said,
     TaggedParser,
     ToolEvent,
     ToolFunction,
@@ -61,8 +60,7 @@ class FunctionGemmaParser(TaggedParser):
     def finish(self) -> list[ToolEvent]:
         if self._next not in ("text", "name"):
             return []
-        text = self._unsaid(self._opening + self._rest)
-        return [Said(text)] if text else []
+        return self._last_text(self._opening + self._rest)
 
     def _step(self, events: list[ToolEvent]) -> bool:
         match self._next:

@@ -24,8 +24,7 @@ class HermesParser(TaggedParser):
             if self._call.is_begun:
                 return []
             return [Said(f"{self._spaces}{_OPEN}{self._call.text}{self._rest}")]
-        text = self._unsaid(self._rest)
-        return [Said(text)] if text else []
+        return self._last_text(self._rest)
 
     def _step(self, events: list[ToolEvent]) -> bool:
         if self._call is None:

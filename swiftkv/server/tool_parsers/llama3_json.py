@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swiftkv.server.tool_parsers.base import Said, TaggedParser, ToolEvent, ToolFunction, further_calls, split_at_first
+from swiftkv.server.tool_parsers.base import TaggedParser, ToolEvent, ToolFunction, further_calls, split_at_first
 from swiftkv.server.tool_parsers.json_call import JsonCall, call_rules
 
 _TAG = "<|python_tag|>"
@@ -30,8 +30,7 @@ class Llama3JsonParser(TaggedParser):
     def finish(self) -> list[ToolEvent]:
         if self._call is not None and self._call.is_begun:
             return []
-        text = self._unsaid(self._opening + self._rest)
-        return [Said(text)] if text else []
+        return self._last_text(self._opening + self._rest)
 
     def _step(self, events: list[ToolEvent]) -> bool:
         if self._call is not None:

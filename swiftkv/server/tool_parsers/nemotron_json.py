@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swiftkv.server.tool_parsers.base import Said, TaggedParser, ToolEvent, ToolFunction, further_calls, split_at
+from swiftkv.server.tool_parsers.base import TaggedParser, ToolEvent, ToolFunction, further_calls, split_at
 from swiftkv.server.tool_parsers.json_call import JsonCall, call_rules
 
 _BETWEEN = " \t\r\n,[]"
@@ -27,8 +27,7 @@ class NemotronJsonParser(TaggedParser):
     def finish(self) -> list[ToolEvent]:
         if self._has_called and self._is_inside:
             return []
-        text = self._unsaid(self._opening + (self._call.text if self._call is not None else "") + self._rest)
-        return [Said(text)] if text else []
+        return self._last_text(self._opening + (self._call.text if self._call is not None else "") + self._rest)
 
     def _step(self, events: list[ToolEvent]) -> bool:
         if self._call is not None:

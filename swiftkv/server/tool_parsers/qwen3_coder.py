@@ -18,7 +18,6 @@ from swiftkv.grammars import held_schema
 from swiftkv.server.tool_parsers.argument_types import Argument, argument_json, arguments_of
 from swiftkv.server.tool_parsers.base import (
     ArgumentWriter,
-    Said,
     TaggedParser,
     ToolEvent,
     ToolFunction,
@@ -54,8 +53,7 @@ class Qwen3CoderParser(TaggedParser):
     def finish(self) -> list[ToolEvent]:
         if self._name:
             return []
-        text = self._unsaid((self._head or "") + self._rest)
-        return [Said(text)] if text else []
+        return self._last_text((self._head or "") + self._rest)
 
     def _step(self, events: list[ToolEvent]) -> bool:
         if self._key is not None:
