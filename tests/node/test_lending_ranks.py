@@ -73,7 +73,7 @@ def node(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         },
         "models": [
             {**master, "role": "master", "kv_cache": {"memory": "576KiB"}, "tiers": {"storage": storage}},
-            # Not more, so that the master keeps blocks of its own, into which storage is read.
+            # The budgets are not larger, so that the master keeps blocks of its own, into which storage is read.
             *(
                 {**worker, "kv_cache": {"memory": memory}, "lending": lending}
                 for worker, memory in zip(workers, ("1536KiB", "1MiB"), strict=True)
