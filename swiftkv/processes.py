@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio.subprocess
 import ctypes
 import logging
 import os
@@ -9,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,17 @@ def fix_search_paths() -> None:
 def how_it_ended(returncode: int) -> str:
     """Return how a process ended, as the rest of a sentence, from its `Popen.returncode`."""
     return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"ended with code {returncode}"
+
+
+def kill_child(process: asyncio.subprocess.Process) -> None:
+    """Kill a process of asyncio's, or do nothing if it has ended.
+
+    Its own `kill` asks first whether it has ended. That answer can be had only once, and the thread of the loop that
+    waits for the process then never learns how it ended: it says code 255.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def signal_name(number: int) -> str:

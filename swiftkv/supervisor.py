@@ -20,7 +20,7 @@ from swiftkv.engine.messages import EXIT_LOAD_FAILED, EXIT_NO_ROOM, EngineConfig
 from swiftkv.errors import EngineError
 from swiftkv.lease.messages import LendingSpec
 from swiftkv.node_config import NodeConfig
-from swiftkv.processes import how_it_ended, module_command
+from swiftkv.processes import how_it_ended, kill_child, module_command
 from swiftkv.progress import ProgressPage
 from swiftkv.restarts import Restarts
 from swiftkv.server.client import EngineClient
@@ -298,8 +298,7 @@ class EngineSupervisor:
         finally:
             self._watch = None
             if not exited.done():
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                kill_child(process)
                 await asyncio.wait({exited})
             for task in tasks:
                 task.cancel()

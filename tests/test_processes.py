@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from swiftkv.processes import fix_search_paths, how_it_ended, read_vitals
+from swiftkv.processes import fix_search_paths, how_it_ended, kill_child, read_vitals
 from tests.support.open_files import no_more_files
 
 _COUNT_HEAPS = """
@@ -105,3 +107,28 @@ def test_threads_share_one_heap(how: str, is_one: bool) -> None:
     command = [sys.executable, "-c", _COUNT_HEAPS, how]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert (ran.stdout.count("<heap nr=") == 1) is is_one
+
+
+def test_killing_a_process_that_just_ended_leaves_how_it_ended_to_the_loop() -> None:
+    async def how_one_ends() -> int:
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        os.kill(process.pid, signal.SIGTERM)
+        with suppress(ChildProcessError):  # the loop was quicker
+            while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                pass
+        kill_child(process)
+        return await process.wait()
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        assert [runner.run(how_one_ends()) for _ in range(100)] == [-signal.SIGTERM] * 100
+
+
+def test_a_process_that_runs_is_killed() -> None:
+    async def how_it_ends() -> int:
+        process = await asyncio.create_subprocess_exec("sleep", "60")
+        kill_child(process)
+        end = await process.wait()
+        kill_child(process)
+        return end
+
+    assert asyncio.run(how_it_ends()) == -signal.SIGKILL

@@ -8,11 +8,10 @@ import resource
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from swiftkv.processes import die_with_parent, how_it_ended, module_command
+from swiftkv.processes import die_with_parent, how_it_ended, kill_child, module_command
 from swiftkv.server.errors import ApiError
 
 _HEADER_BYTES = 4  # each message to the process and from it begins with its length
@@ -107,8 +106,7 @@ class Child:
     async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
+            kill_child(process)
             await process.wait()
 
 
