@@ -31,7 +31,7 @@ from swiftkv import _cpu
 from swiftkv.kernels import cpu
 from swiftkv.kernels.cpu_tensors import native_activation
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, Router
-from swiftkv.kernels.four_bits import unpacked
+from swiftkv.kernels.weight_codes import unpacked
 
 DISTINCT = 96  # the number of experts in `products`: more than caches hold
 THIN = 32

@@ -1,4 +1,4 @@
-"""Linear layers, and those of four-bit weights, beside oneDNN's prepacked ones, over the weights of a whole model.
+"""Linear layers, and those of quantized weights, beside oneDNN's prepacked ones, over the weights of a whole model.
 
     python benchmarks/linear.py                      # bfloat16, a 28-layer model of hidden size 1024, 2 threads
     python benchmarks/linear.py --rows 1 512 --dtype float32 --threads 1
@@ -19,10 +19,12 @@ from torch import Tensor
 
 from swiftkv import _cpu
 from swiftkv.kernels import cpu
-from swiftkv.kernels.four_bits import FourBitMatrix
+from swiftkv.kernels.weight_codes import FP8, INT8, CodedMatrix, Coding
 
 HIDDEN, INTERMEDIATE, QKV, ATTENTION, VOCAB = 1024, 3072, 4096, 2048, 32000
 LAYER_SHAPES = ((QKV, HIDDEN), (HIDDEN, ATTENTION), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+
+CODINGS = {"4 bits": Coding("four_bits", tuple(float(i - 8) for i in range(16))), "int8": INT8, "FP8": FP8}
 
 
 def model_weights(layers: int, dtype: torch.dtype) -> list[Tensor]:
@@ -42,12 +44,12 @@ def time_in_turn(passes: dict[str, Callable[[], None]], repeats: int) -> dict[st
     return seconds
 
 
-def four_bits(weight: Tensor) -> FourBitMatrix:
+def coded(weight: Tensor, coding: Coding) -> CodedMatrix:
     """Return a matrix of random codes of the same shape, in groups of 128 as most checkpoints have them."""
     rows, columns = weight.shape
     factors = torch.rand(rows, columns // 128) * columns**-0.5
-    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8)
-    return FourBitMatrix(codes, factors, None, tuple(float(i - 8) for i in range(16)), weight.dtype)
+    codes = torch.randint(0, 1 << coding.bits, weight.shape, dtype=torch.uint8)
+    return CodedMatrix(codes, coding, factors, None, weight.dtype)
 
 
 @cache
@@ -64,8 +66,7 @@ def onednn_packs(dtype: torch.dtype) -> bool:
 def compare(
     rows: int,
     weights: list[Tensor],
-    packed: list[cpu.PackedLinear],
-    in_four_bits: list[cpu.PackedLinear],
+    packed: dict[str, list[cpu.PackedLinear]],
     repeats: int,
 ) -> None:
     dtype = weights[0].dtype
@@ -83,16 +84,14 @@ def compare(
         for k, w in zip(ks, theirs, strict=True):
             torch.ops.mkldnn._linear_pointwise(inputs[k], w, None, "none", [], "")
 
-    passes: dict[str, Callable[[], None]] = {"swiftkv": partial(ours, packed)}
+    passes: dict[str, Callable[[], None]] = {name: partial(ours, layers) for name, layers in packed.items()}
     if theirs:
         passes["oneDNN"] = onednn
-    if in_four_bits:
-        passes["4 bits"] = partial(ours, in_four_bits)
     elements = sum(w.numel() for w in weights)
     with torch.inference_mode():
         for name, seconds in time_in_turn(passes, repeats).items():
             best, median = min(seconds), statistics.median(seconds)
-            num_bytes = sum(w.nbytes for w in (in_four_bits if name == "4 bits" else packed))
+            num_bytes = sum(w.nbytes for w in packed.get(name, packed["swiftkv"]))
             gigabytes, gigaflop = num_bytes / 1e9, 2 * rows * elements / 1e9
             print(
                 f"rows {rows:5d}  {name:8s} best {best * 1e3:9.2f} ms {gigabytes / best:6.1f} GB/s "
@@ -112,14 +111,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     cpu.set_num_threads(args.threads)
     weights = model_weights(args.layers, getattr(torch, args.dtype))
-    packed = [cpu.pack_linear([w]) for w in weights]
-    keeps = cpu.keeps_four_bits(weights[0].dtype)
-    in_four_bits = [cpu.pack_linear([four_bits(w)]) for w in weights] if keeps else []
-    print(f"{_cpu.isa()}, {args.threads} threads, {sum(w.nbytes for w in packed) / 1e9:.2f} GB packed")
+    packed = {"swiftkv": [cpu.pack_linear([w]) for w in weights]}
+    if cpu.keeps_codes(weights[0].dtype):
+        packed |= {name: [cpu.pack_linear([coded(w, coding)]) for w in weights] for name, coding in CODINGS.items()}
+    print(f"{_cpu.isa()}, {args.threads} threads, {sum(w.nbytes for w in packed['swiftkv']) / 1e9:.2f} GB packed")
     for rows in args.rows:
         # A prefill needs logits for its last row only: the vocabulary's layer comes last and is left out.
         count = len(weights) if rows <= 64 else len(weights) - 1
-        compare(rows, weights[:count], packed[:count], in_four_bits[:count], args.repeats if rows <= 64 else 3)
+        layers = {name: of_all[:count] for name, of_all in packed.items()}
+        compare(rows, weights[:count], layers, args.repeats if rows <= 64 else 3)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
 from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
 from swiftkv.kernels.cpu_experts import PackedExperts, add_experts, pack_experts, route
-from swiftkv.kernels.cpu_packing import keeps_four_bits, pack_linear
+from swiftkv.kernels.cpu_packing import keeps_codes, pack_linear
 from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation, norm_weight_kind
 from swiftkv.kernels.ops import PackedMlp
 
@@ -26,7 +26,7 @@ __all__ = [
     "attention",
     "embed",
     "gated_mlp",
-    "keeps_four_bits",
+    "keeps_codes",
     "linear",
     "linear_residual",
     "logits",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from swiftkv.kernels.four_bits import FourBitMatrix
+    from swiftkv.kernels.weight_codes import CodedMatrix
 
 Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
@@ -72,9 +72,9 @@ GELU_TANH = GatedActivation(alpha=_GELU_ALPHA, cubic=0.044715 * _GELU_ALPHA)
 class ExpertWeights:
     """The weights `gate` and `up` [inner_size, hidden_size] and `down` [hidden_size, inner_size] of one expert."""
 
-    gate: Tensor | FourBitMatrix
-    up: Tensor | FourBitMatrix
-    down: Tensor | FourBitMatrix
+    gate: Tensor | CodedMatrix
+    up: Tensor | CodedMatrix
+    down: Tensor | CodedMatrix
     gate_bias: Tensor | None = None
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from swiftkv.kernels.experts import SILU, GatedActivation, PackedExperts
-from swiftkv.kernels.four_bits import FourBitMatrix
+from swiftkv.kernels.weight_codes import CodedMatrix
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +61,12 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def set_num_threads(self, n: int, /) -> None:
         """Share the work of every function between `n` threads of the host, the calling one included."""
 
-    def keeps_four_bits(self, dtype: torch.dtype, /) -> bool:
-        """Return whether four-bit matrices of `dtype` stay so in memory; otherwise they are unpacked."""
+    def keeps_codes(self, dtype: torch.dtype, /) -> bool:
+        """Return whether codes of matrices of `dtype` stay so in memory; otherwise they are unpacked."""
 
     def pack_linear(
         self,
-        weights: Sequence[Tensor | FourBitMatrix],
+        weights: Sequence[Tensor | CodedMatrix],
         biases: Sequence[Tensor | None] | None = None,
         interleave: bool = False,
     ) -> Packed:

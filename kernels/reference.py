@@ -21,9 +21,9 @@ from torch import Tensor
 
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.block_table import layer_block_index
-from swiftkv.kernels.four_bits import FourBitMatrix, unpacked
 from swiftkv.kernels.ops import PackedMlp
 from swiftkv.kernels.reference_experts import PackedExperts, activate, add_experts, pack_experts, route
+from swiftkv.kernels.weight_codes import CodedMatrix, unpacked
 
 __all__ = [
     "PackedExperts",
@@ -33,7 +33,7 @@ __all__ = [
     "attention",
     "embed",
     "gated_mlp",
-    "keeps_four_bits",
+    "keeps_codes",
     "linear",
     "linear_residual",
     "logits",
@@ -81,13 +81,13 @@ class PackedLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def keeps_four_bits(dtype: torch.dtype) -> bool:
+def keeps_codes(dtype: torch.dtype) -> bool:
     """Return `False`: torch multiplies unpacked weights."""
     return False
 
 
 def pack_linear(
-    weights: Sequence[Tensor | FourBitMatrix],
+    weights: Sequence[Tensor | CodedMatrix],
     biases: Sequence[Tensor | None] | None = None,
     interleave: bool = False,
 ) -> PackedLinear:
@@ -108,7 +108,7 @@ def pack_linear(
 
 
 def biases_of(
-    weights: Sequence[Tensor | FourBitMatrix], biases: Sequence[Tensor | None] | None
+    weights: Sequence[Tensor | CodedMatrix], biases: Sequence[Tensor | None] | None
 ) -> Sequence[Tensor | None]:
     """Return a bias or None for each of the weights to pack together. Raises `ValueError` if they cannot be packed."""
     biases = [None] * len(weights) if biases is None else biases

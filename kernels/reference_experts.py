@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.experts import Choices, ExpertLayer, ExpertWeights, GatedActivation, Router
-from swiftkv.kernels.four_bits import unpacked
+from swiftkv.kernels.weight_codes import unpacked
 
 _SCORES_OF_GROUP = 2
 

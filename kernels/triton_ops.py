@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.ops import PackedMlp
-from swiftkv.kernels.reference import PackedLinear, keeps_four_bits, pack_linear
+from swiftkv.kernels.reference import PackedLinear, keeps_codes, pack_linear
 from swiftkv.kernels.reference_experts import PackedExperts, pack_experts, route
 from swiftkv.kernels.triton_attention import attention, prepare_batch
 from swiftkv.kernels.triton_elementwise import gated, rms_norm, rope_write_kv
@@ -26,7 +26,7 @@ __all__ = [
     "attention",
     "embed",
     "gated_mlp",
-    "keeps_four_bits",
+    "keeps_codes",
     "linear",
     "linear_residual",
     "logits",

@@ -28,6 +28,11 @@ class Epilogue(enum.Enum):
     STORE = 0
     RESIDUAL = 1
 
+class CodeKind(enum.Enum):
+    FOUR_BITS = 0
+    INT8 = 1
+    FP8 = 2
+
 class NormWeight(enum.Enum):
     SAME_DTYPE = 0
     FLOAT32 = 1
@@ -47,13 +52,17 @@ class PackedLinear:
     def __init__(
         self,
         sources: Sequence[tuple[int, int, int, int, int]],
+        kind: CodeKind,
         values: Sequence[float],
         group_size: int,
         in_features: int,
         dtype: DType,
         interleave: bool,
     ) -> None:
-        """`sources`: addresses of codes, factors, and zeros or 0 (`FourBitMatrix`); rows; address of bias or 0."""
+        """`sources`: addresses of codes, factors, and zeros or 0 (`CodedMatrix`); rows; address of bias or 0.
+
+        Codes of four bits have `values`, others none.
+        """
     @property
     def out_features(self) -> int: ...
     @property

@@ -1,17 +1,17 @@
-#include "four_bits.h"
 #include "simd_avx2.h"
+#include "weight_codes.h"
 
 // A group of an output has at most sixteen different weights. They are computed once, as a table of their lower bytes
 // and one of their upper bytes, and a shuffle looks up sixteen of them at a time. As a table serves one column only,
-// the weights of eight columns are then transposed. AVX-512 machines use this, too: memory takes longer.
+// the weights of eight columns are then transposed.
 namespace {
 
 using swiftkv::DType;
-using swiftkv::FourBits;
 using swiftkv::GemmKernel;
+using swiftkv::WeightCodes;
 
 constexpr int64_t kColumns = 8;
-constexpr int64_t kChunkBytes = kColumns * FourBits::kChunk / 2;
+constexpr int64_t kChunkBytes = kColumns * WeightCodes::kChunk / 2;
 constexpr int64_t kAhead = 4096;  // bytes that are fetched ahead
 
 // The lower and the upper bytes of the weights that the codes of eight columns mean; column 4 j + i is lane j of the
@@ -42,7 +42,7 @@ __m256i bytes_of_f16(Simd::V first, Simd::V second) {
 
 // Returns the table of a column: the bytes of (values - zero) * factor.
 template <DType kDType, bool kZeros>
-__m256i table(const float* values, const uint8_t* zeros, const float* factors, int column) {
+__m256i table(const float* values, const int8_t* zeros, const float* factors, int column) {
     Simd::V first = Simd::load(values);
     Simd::V second = Simd::load(values + Simd::kLanes);
     if constexpr (kZeros) {
@@ -57,7 +57,7 @@ __m256i table(const float* values, const uint8_t* zeros, const float* factors, i
 }
 
 template <DType kDType, bool kZeros>
-Tables tables_of(const float* values, const uint8_t* zeros, const float* factors) {
+Tables tables_of(const float* values, const int8_t* zeros, const float* factors) {
     Tables tables;
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
@@ -129,15 +129,15 @@ void unpack_chunk(const Tables& tables, const char* codes, char* out, int64_t ro
 }
 
 template <DType kDType, typename Steps, bool kZeros>
-void unpack(const FourBits& format, const char* record, int64_t num_groups, const GemmKernel& kernel, char* out) {
+void unpack(const WeightCodes& format, const char* record, int64_t num_groups, const GemmKernel& kernel, char* out) {
     const int64_t width = kernel.panel_width;
     const int64_t unit = Steps::kStep * 2;  // bytes
     const int64_t row_bytes = kernel.block_width * unit;
-    const int64_t chunks = format.group_size / FourBits::kChunk;
-    const int64_t chunk_bytes = FourBits::kChunk / Steps::kStep * width * unit;  // unpacked
+    const int64_t chunks = format.group_size / WeightCodes::kChunk;
+    const int64_t chunk_bytes = WeightCodes::kChunk / Steps::kStep * width * unit;  // unpacked
     for (int64_t group = 0; group < num_groups; ++group, out += chunks * chunk_bytes) {
         const auto* factors = reinterpret_cast<const float*>(record);
-        const auto* zeros = reinterpret_cast<const uint8_t*>(factors + width);
+        const auto* zeros = reinterpret_cast<const int8_t*>(factors + width);
         record += format.record_bytes(width);
         const char* codes = record - width * format.group_size / 2;
         for (int64_t column = 0; column < width; column += kColumns) {
@@ -153,20 +153,10 @@ void unpack(const FourBits& format, const char* record, int64_t num_groups, cons
     }
 }
 
-template <DType kDType, typename Steps>
-void unpack_groups(const FourBits& format, const char* record, int64_t num_groups, const GemmKernel& kernel,
-                   char* out) {
-    const auto run = format.has_zeros ? unpack<kDType, Steps, true> : unpack<kDType, Steps, false>;
-    run(format, record, num_groups, kernel, out);
-}
-
 }  // namespace
 
-void swiftkv::unpack_four_bits(const FourBits& format, const char* panel, int64_t begin, int64_t end,
-                               const GemmKernel& kernel, DType dtype, char* out) {
-    const char* record = panel + begin * format.record_bytes(kernel.panel_width);
+swiftkv::UnpackCodes swiftkv::unpack_four_bits_avx2(DType dtype, bool has_zeros) {
     if (dtype == DType::kF16)
-        unpack_groups<DType::kF16, Singles>(format, record, end - begin, kernel, out);
-    else
-        unpack_groups<DType::kBf16, Pairs>(format, record, end - begin, kernel, out);
+        return has_zeros ? unpack<DType::kF16, Singles, true> : unpack<DType::kF16, Singles, false>;
+    return has_zeros ? unpack<DType::kBf16, Pairs, true> : unpack<DType::kBf16, Pairs, false>;
 }

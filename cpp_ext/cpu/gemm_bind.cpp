@@ -23,13 +23,16 @@ T* at(uintptr_t address) {
 }
 
 // Addresses of codes, factors and zeros (or 0), the number of rows, and the address of their bias (or 0).
-using FourBitSource = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, uintptr_t>;
+using CodedSource = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t, uintptr_t>;
 
-FourBits four_bits_of(const std::vector<FourBitSource>& sources, const std::vector<float>& values, int64_t group_size) {
-    FourBits format{{}, group_size, !sources.empty() && std::get<2>(sources[0]) != 0};
-    if (values.size() != std::size(format.values)) throw std::invalid_argument("four bits have 16 values");
+WeightCodes codes_of(const std::vector<CodedSource>& sources, CodeKind kind, const std::vector<float>& values,
+                     int64_t group_size) {
+    WeightCodes format{kind, {}, group_size, !sources.empty() && std::get<2>(sources[0]) != 0};
+    if (values.size() != (kind == CodeKind::kFourBits ? std::size(format.values) : 0))
+        throw std::invalid_argument("codes of four bits have 16 values, others none");
+    if (kind == CodeKind::kFp8 && format.has_zeros) throw std::invalid_argument("FP8 has no zeros");
     std::copy(values.begin(), values.end(), format.values);
-    for (const FourBitSource& source : sources)
+    for (const CodedSource& source : sources)
         if ((std::get<2>(source) != 0) != format.has_zeros)
             throw std::invalid_argument("all sources have zeros, or none has");
     return format;
@@ -46,6 +49,10 @@ void bind_gemm(nb::module_& m) {
     const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
 
     nb::enum_<DType>(m, "DType").value("F32", DType::kF32).value("BF16", DType::kBf16).value("F16", DType::kF16);
+    nb::enum_<CodeKind>(m, "CodeKind")
+        .value("FOUR_BITS", CodeKind::kFourBits)
+        .value("INT8", CodeKind::kInt8)
+        .value("FP8", CodeKind::kFp8);
     nb::enum_<Epilogue>(m, "Epilogue").value("STORE", Epilogue::kStore).value("RESIDUAL", Epilogue::kResidual);
     nb::enum_<NormWeight>(m, "NormWeight")
         .value("SAME_DTYPE", NormWeight::kSameDType)
@@ -72,17 +79,18 @@ void bind_gemm(nb::module_& m) {
             "sources"_a, "in_features"_a, "dtype"_a, "interleave"_a)
         .def(
             "__init__",
-            [](PackedLinear* self, const std::vector<FourBitSource>& sources, const std::vector<float>& values,
-               int64_t group_size, int64_t in_features, DType dtype, bool interleave) {
-                const FourBits format = four_bits_of(sources, values, group_size);
-                std::vector<FourBitRows> rows;
+            [](PackedLinear* self, const std::vector<CodedSource>& sources, CodeKind kind,
+               const std::vector<float>& values, int64_t group_size, int64_t in_features, DType dtype,
+               bool interleave) {
+                const WeightCodes format = codes_of(sources, kind, values, group_size);
+                std::vector<CodedRows> rows;
                 for (const auto& [codes, factors, zeros, count, bias] : sources)
-                    rows.push_back({at<const uint8_t>(codes), at<const float>(factors), at<const uint8_t>(zeros), count,
+                    rows.push_back({at<const uint8_t>(codes), at<const float>(factors), at<const int8_t>(zeros), count,
                                     at<const float>(bias)});
                 nb::gil_scoped_release release;
                 new (self) PackedLinear(rows, format, in_features, dtype, interleave);
             },
-            "sources"_a, "values"_a, "group_size"_a, "in_features"_a, "dtype"_a, "interleave"_a)
+            "sources"_a, "kind"_a, "values"_a, "group_size"_a, "in_features"_a, "dtype"_a, "interleave"_a)
         .def_prop_ro("out_features", &PackedLinear::out_features)
         .def_prop_ro("in_features", &PackedLinear::in_features)
         .def_prop_ro("dtype", &PackedLinear::dtype)

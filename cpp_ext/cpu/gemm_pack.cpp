@@ -124,14 +124,14 @@ PackedLinear::PackedLinear(const std::vector<WeightRows>& sources, int64_t in_fe
     pack(sources, k_steps_ * step_bytes());
 }
 
-PackedLinear::PackedLinear(const std::vector<FourBitRows>& sources, const FourBits& format, int64_t in_features,
+PackedLinear::PackedLinear(const std::vector<CodedRows>& sources, const WeightCodes& format, int64_t in_features,
                            DType dtype, bool interleave)
     : PackedLinear(cached_gemm_kernel(active_isa(), dtype), sources, in_features, dtype, interleave) {
-    if (dtype == DType::kF32) throw std::invalid_argument("weights of four bits are for layers of 16 bits");
+    if (dtype == DType::kF32) throw std::invalid_argument("codes are for layers whose weights have 16 bits");
     const int64_t size = format.group_size;
-    if (size < 1 || size > FourBits::kMaxGroup || size % FourBits::kChunk != 0 || in_features % size != 0)
+    if (size < 1 || size > WeightCodes::kMaxGroup || size % WeightCodes::kChunk != 0 || in_features % size != 0)
         throw std::invalid_argument("groups must be of 32, 64, 96 or 128 inputs, and divide in_features");
-    four_bits_ = format;
+    codes_ = format;
     pack(sources, in_features / format.group_size * format.record_bytes(kernel_->panel_width));
 }
 
@@ -177,27 +177,27 @@ void PackedLinear::pack_panel(const std::vector<WeightRows>& sources, int64_t pa
         transpose(rows, row_bytes, k_steps_, *kernel_, reinterpret_cast<uint16_t*>(out));
 }
 
-void PackedLinear::pack_panel(const std::vector<FourBitRows>& sources, int64_t panel) {
-    const int64_t num_groups = in_features_ / four_bits_->group_size;
-    std::vector<FourBitRow> rows(kernel_->panel_width);
+void PackedLinear::pack_panel(const std::vector<CodedRows>& sources, int64_t panel) {
+    const int64_t num_groups = in_features_ / codes_->group_size;
+    std::vector<CodedRow> rows(kernel_->panel_width);
     for (int64_t column = 0; column < kernel_->panel_width; ++column)
         if (const auto [i, row] = place(panel, column); i >= 0) {
-            const FourBitRows& source = sources[i];
+            const CodedRows& source = sources[i];
             rows[column] = {source.codes + row * in_features_, source.factors + row * num_groups,
                             source.zeros == nullptr ? nullptr : source.zeros + row * num_groups};
         }
-    pack_four_bits(*four_bits_, rows.data(), kernel_->panel_width, num_groups, panels_ + panel * panel_bytes_);
+    pack_codes(*codes_, rows.data(), num_groups, *kernel_, panels_ + panel * panel_bytes_);
 }
 
 int64_t PackedLinear::unpackable_steps(int64_t most) const {
-    const int64_t group_steps = four_bits_->group_size / kernel_->k_step;
+    const int64_t group_steps = codes_->group_size / kernel_->k_step;
     return std::max<int64_t>(1, most / group_steps) * group_steps;
 }
 
 void PackedLinear::unpack(int64_t panel, int64_t begin, int64_t count, char* out) const {
-    const int64_t group_steps = four_bits_->group_size / kernel_->k_step;
-    unpack_four_bits(*four_bits_, panels_ + panel * panel_bytes_, begin / group_steps, (begin + count) / group_steps,
-                     *kernel_, dtype_, out);
+    const int64_t group_steps = codes_->group_size / kernel_->k_step;
+    unpack_codes(*codes_, panels_ + panel * panel_bytes_, begin / group_steps, (begin + count) / group_steps, *kernel_,
+                 dtype_, out);
 }
 
 }  // namespace swiftkv

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "dtype.h"
-#include "four_bits.h"
 #include "gemm_kernel.h"
+#include "weight_codes.h"
 
 namespace swiftkv {
 
@@ -17,11 +17,11 @@ struct WeightRows {
     const float* bias;  // [rows], or null
 };
 
-// Rows of weights of four bits; see FourBits.
-struct FourBitRows {
+// Rows of weights as codes; see WeightCodes.
+struct CodedRows {
     const uint8_t* codes;  // [rows, in_features]
     const float* factors;  // [rows, groups]
-    const uint8_t* zeros;  // [rows, groups], or null
+    const int8_t* zeros;   // [rows, groups], or null
     int64_t rows;
     const float* bias;  // [rows], or null
 };
@@ -35,9 +35,9 @@ class PackedLinear {
     // and up, and each panel holds as many rows of one as of the other, so that an epilogue sees both.
     PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave);
 
-    // Does the same with weights of four bits, which stay so in memory. Results are those of the unpacked weights, bit
-    // for bit. Groups of all sources are of one size, which divides in_features. The dtype is not float32.
-    PackedLinear(const std::vector<FourBitRows>& sources, const FourBits& format, int64_t in_features, DType dtype,
+    // Does the same with weights as codes, which stay so in memory. Results are those of the unpacked weights, bit for
+    // bit. Groups of all sources are of one size, which divides in_features. The dtype is not float32.
+    PackedLinear(const std::vector<CodedRows>& sources, const WeightCodes& format, int64_t in_features, DType dtype,
                  bool interleave);
 
     int64_t out_features() const { return out_features_; }
@@ -54,7 +54,7 @@ class PackedLinear {
     // The number of result columns that a panel yields: half its width if interleaved.
     int64_t panel_outputs() const { return interleaved_ ? kernel_->panel_width / 2 : kernel_->panel_width; }
     int64_t num_outputs() const { return interleaved_ ? out_features_ / 2 : out_features_; }
-    bool is_unpacked() const { return !four_bits_; }
+    bool is_unpacked() const { return !codes_; }
     // Returns the steps of k of an unpacked panel, from `begin` on.
     const char* steps(int64_t panel, int64_t begin) const {
         return panels_ + panel * panel_bytes_ + begin * step_bytes();
@@ -83,10 +83,10 @@ class PackedLinear {
     void pack(const std::vector<Rows>& sources, int64_t panel_bytes);
     Place place(int64_t panel, int64_t column) const;
     void pack_panel(const std::vector<WeightRows>& sources, int64_t panel);
-    void pack_panel(const std::vector<FourBitRows>& sources, int64_t panel);
+    void pack_panel(const std::vector<CodedRows>& sources, int64_t panel);
 
     const GemmKernel* kernel_;
-    std::optional<FourBits> four_bits_;
+    std::optional<WeightCodes> codes_;
     std::vector<int64_t> source_rows_;
     DType dtype_;
     bool interleaved_;

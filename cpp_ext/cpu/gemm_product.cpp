@@ -29,7 +29,7 @@ constexpr int64_t kFewBlocksAhead = 512;      // bytes
 constexpr int64_t kBlockAhead = 1 << 10;      // bytes, if there is one block of rows
 
 // Unpacked weights stay in the first-level cache until all rows of a tile have used them.
-constexpr int64_t kUnpackedPiece = FourBits::kMaxGroup * kMaxWidth * 2;  // bytes
+constexpr int64_t kUnpackedPiece = WeightCodes::kMaxGroup * kMaxWidth * 2;  // bytes
 
 constexpr int64_t kBypassRows = 32;    // rows of a block
 constexpr int64_t kBypassWidth = 128;  // bytes

@@ -53,17 +53,22 @@ struct Simd {
         const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
     }
+    // Returns the bits of x rounded to bfloat16, in the upper halves. NaN whose last bits are set may become other
+    // numbers.
+    static __m512i round_bf16(V x) {
+        const __m512i bits = _mm512_castps_si512(x);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    }
 #ifdef __AVX512BF16__
     static void store_bf16(uint16_t* p, V x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
     }
 #else
     static void store_bf16(uint16_t* p, V x) {
-        const __m512i bits = _mm512_castps_si512(x);
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
         const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        const __m512i safe = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(1 << 22));
+        const __m512i safe =
+            _mm512_mask_or_epi32(round_bf16(x), nan, _mm512_castps_si512(x), _mm512_set1_epi32(1 << 22));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(safe, 16)));
     }
 #endif

@@ -12,9 +12,16 @@ from pathlib import Path
 import msgspec
 
 from swiftkv.errors import CheckpointError
-from swiftkv.kernels.four_bits import MXFP4_GROUP, four_bit_bytes, kernel_group_size
+from swiftkv.kernels.weight_codes import MXFP4_GROUP, coded_bytes, kernel_group_size
 from swiftkv.models.hf_config import TEXT_MODEL
-from swiftkv.models.quantization import QuantizedTensors, QWeights, Stored, find_quantized, possible_names
+from swiftkv.models.quantization import (
+    QuantizedTensors,
+    QWeights,
+    Stored,
+    find_quantized,
+    group_columns,
+    possible_names,
+)
 from swiftkv.models.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -22,6 +29,7 @@ _SINGLE = "model.safetensors"
 _OTHER_FORMS = ("*.safetensors", "*.bin", "*.gguf", "*.pth", "*.pt")
 _SHOWN_FILES = 3
 _LENGTH_BYTES = 8  # the length of the header, which comes before it
+_FEWEST_BITS = 4  # of a code in memory
 _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 
 
@@ -101,7 +109,7 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight], qweights: QWei
 
 
 def saved_bytes(directory: Path, weights: Mapping[str, Weight], qweights: QWeights | None, element_bytes: int) -> int:
-    """Return by how much a rank's weights are smaller in memory if those of four bits stay so; see `check_tensors`.
+    """Return by how much a rank's weights are smaller in memory if codes stay so; see `check_tensors`.
 
     Headers do not tell the order of columns in groups, which is taken to be theirs, or whether zeros are all equal, and
     need not be kept: they are counted.
@@ -111,8 +119,8 @@ def saved_bytes(directory: Path, weights: Mapping[str, Weight], qweights: QWeigh
     for name, weight in weights.items():
         if headers.is_mxfp4(name, weight):
             *outer, rows, columns = weight.part_shape
-            packed = math.prod(outer) * four_bit_bytes((rows, columns), MXFP4_GROUP, has_zeros=False)
-        elif (packed_bytes := headers.four_bit_bytes(name, weight)) is not None:
+            packed = math.prod(outer) * coded_bytes((rows, columns), _FEWEST_BITS, MXFP4_GROUP, has_zeros=False)
+        elif (packed_bytes := headers.coded_bytes(name, weight)) is not None:
             packed = packed_bytes
         else:
             continue
@@ -151,19 +159,17 @@ class _Headers:
         wanted, shape, num_shards = self.place(name, weight)
         return find_quantized(self.layout.stored(wanted), shape, num_shards, self.tensors.get, self.qweights)
 
-    def four_bit_bytes(self, name: str, weight: Weight) -> int | None:
-        """Return the bytes of a rank's part of a weight in four bits; `None` if it is not kept so."""
+    def coded_bytes(self, name: str, weight: Weight) -> int | None:
+        """Return the bytes of a rank's part of a weight as codes; `None` if it is not kept so."""
         found = self.quantized(name, weight)
-        if found is None or found.form == "numbers" or found.bits > 4:
+        if found is None:
             return None
-        _, columns = found.matrix
-        scale = self.tensors[found.scale].shape
-        num_groups = (scale[1] if len(scale) == 2 else 1) if found.form == "compressed" else scale[0]
-        group_size = kernel_group_size(columns // num_groups)
-        rows, part_columns = weight.part_shape
-        if group_size is None or part_columns % group_size:
+        rows, columns = weight.part_shape
+        group_size = kernel_group_size(math.gcd(group_columns(found, self.tensors[found.scale].shape), columns))
+        if group_size is None:
             return None
-        return four_bit_bytes((rows, part_columns), group_size, has_zeros=found.zeros is not None)
+        bits = max(found.bits, _FEWEST_BITS)
+        return coded_bytes((rows, columns), bits, group_size, has_zeros=found.zeros is not None)
 
 
 def _header(file: Path) -> dict[str, Stored]:

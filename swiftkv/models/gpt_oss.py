@@ -27,7 +27,7 @@ from swiftkv.progress import PROGRESS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from swiftkv.kernels.four_bits import FourBitMatrix
+    from swiftkv.kernels.weight_codes import CodedMatrix
     from swiftkv.models.loader import Packer
 
 _YARN = {
@@ -147,7 +147,7 @@ def _experts(packer: Packer, prefix: str) -> Iterator[ExpertWeights]:
         )
 
 
-def _matrices(packer: Packer, name: str) -> Iterator[Tensor | FourBitMatrix]:
+def _matrices(packer: Packer, name: str) -> Iterator[Tensor | CodedMatrix]:
     """Yield this rank's part of each expert's matrix [outputs, inputs], however the checkpoint stores it."""
     if not packer.files.has(f"{name}_blocks"):
         for transposed in packer.tensor(name):  # [inputs, outputs]
@@ -166,9 +166,9 @@ def _matrices(packer: Packer, name: str) -> Iterator[Tensor | FourBitMatrix]:
     are_whole = inputs.start % mxfp4.GROUP == inputs.stop % mxfp4.GROUP == 0
     for index in range(count):
         block, scale = blocks[index][rows].to(packer.device), scales[index][rows].to(packer.device)
-        matrix: Tensor | FourBitMatrix
-        if are_whole and packer.ops.keeps_four_bits(packer.dtype):
-            matrix = mxfp4.four_bits(block[:, here_groups], scale[:, here_groups], packer.dtype)
+        matrix: Tensor | CodedMatrix
+        if are_whole and packer.ops.keeps_codes(packer.dtype):
+            matrix = mxfp4.coded(block[:, here_groups], scale[:, here_groups], packer.dtype)
         else:
             matrix = mxfp4.unpack(block, scale, packer.dtype)[:, inputs].contiguous()
         PROGRESS.loads(matrix.nbytes)

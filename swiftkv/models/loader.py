@@ -19,8 +19,8 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels.dispatch import select_ops
 from swiftkv.kernels.experts import ExpertLayer, ExpertWeights, GatedActivation, PackedExperts
-from swiftkv.kernels.four_bits import FourBitMatrix
 from swiftkv.kernels.ops import AnyOps, PackedLinear
+from swiftkv.kernels.weight_codes import CodedMatrix
 from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.files import NameLayout, weight_files
@@ -177,11 +177,11 @@ class Packer:
             yield ExpertWeights(gate, up, down)
             self._forget(names)
 
-    def matrix(self, name: str) -> Tensor | FourBitMatrix:
-        """Return this rank's part of a matrix; if it is stored in four bits and kernels keep them, it stays so."""
+    def matrix(self, name: str) -> Tensor | CodedMatrix:
+        """Return this rank's part of a matrix; if it is quantized and kernels keep its codes, it stays so."""
         weight, quantized = self.weights[name], self._quantized(name)
-        if quantized is not None and self.ops.keeps_four_bits(self.dtype):
-            here = quantized.four_bits(_columns(weight), self.dtype)
+        if quantized is not None and self.ops.keeps_codes(self.dtype):
+            here = quantized.coded(_columns(weight), self.dtype)
             if here is not None and here.shape == weight.part_shape:
                 PROGRESS.loads(here.nbytes)
                 return here

@@ -10,19 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftkv.kernels.four_bits import MXFP4_GROUP, FourBitMatrix
+from swiftkv.kernels.weight_codes import MXFP4_GROUP, CodedMatrix, Coding
 
 GROUP = MXFP4_GROUP
 """Elements that share a scale; two of them are in a byte, the first in its lower half."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
+_CODING = Coding("four_bits", _VALUES)
 _SCALE_BIAS = 127
 
 
-def four_bits(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> FourBitMatrix:
-    """Return the same numbers as `unpack`, still in four bits."""
+def coded(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> CodedMatrix:
+    """Return the same numbers as `unpack`, still as codes."""
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)  # [rows, groups * GROUP]
-    return FourBitMatrix(codes, torch.exp2(scales.float() - _SCALE_BIAS), None, _VALUES, dtype)
+    return CodedMatrix(codes, _CODING, torch.exp2(scales.float() - _SCALE_BIAS), None, dtype)
 
 
 def unpack(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

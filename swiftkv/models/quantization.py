@@ -254,6 +254,16 @@ class QuantizedTensors:
     bits: int  # of a number
 
 
+def group_columns(found: QuantizedTensors, scale_shape: tuple[int, ...]) -> int:
+    """Return the number of columns that share a factor, by the shape of the factors; the last group may be shorter."""
+    rows, columns = found.matrix
+    if found.form not in ("numbers", "compressed"):
+        return columns // scale_shape[0]
+    if len(scale_shape) < 2 or scale_shape[1] == 1:
+        return columns
+    return columns // scale_shape[1] if scale_shape[0] == rows else BLOCK
+
+
 def possible_names(name: str) -> tuple[str, str, str]:
     """Return the names that a checkpoint may have for the numbers of weight `name`: unpacked, packed, GPTQ or AWQ."""
     return name, f"{name}_packed", f"{name.removesuffix('weight')}qweight"

@@ -61,14 +61,14 @@ def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
     return replace(config, has_head=task != "embed")
 
 
-def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str, four_bits_in: Path | None = None) -> int:
+def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str, codes_in: Path | None = None) -> int:
     """Return the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's.
 
-    Weights of four bits in the files of `four_bits_in` are counted as such, if there are files. Raises
-    `CheckpointError` if they cannot be read.
+    Quantized weights in the files of `codes_in` are counted as they are, if there are files. Raises `CheckpointError`
+    if they cannot be read.
     """
     weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, num_ranks))
     unpacked_bytes = num_parameters(weights) * DTYPE_BYTES[dtype]
-    if four_bits_in is None or not any(four_bits_in.glob("*.safetensors")):
+    if codes_in is None or not any(codes_in.glob("*.safetensors")):
         return unpacked_bytes
-    return unpacked_bytes - saved_bytes(four_bits_in, weights, config.qweights, DTYPE_BYTES[dtype])
+    return unpacked_bytes - saved_bytes(codes_in, weights, config.qweights, DTYPE_BYTES[dtype])

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from swiftkv.arithmetic import ceil_div
 from swiftkv.errors import CheckpointError
-from swiftkv.kernels.four_bits import FourBitMatrix, kernel_group_size
-from swiftkv.models.quantization import BLOCK, QuantizedTensors
+from swiftkv.kernels.weight_codes import FP8, INT8, KERNEL_GROUPS, CodedMatrix, Coding
+from swiftkv.models.quantization import BLOCK, QuantizedTensors, group_columns
 
 _AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The row, out of eight, of each number in an AWQ word, the lowest bits first."""
+_HALF = 128
+"""The number of integers of eight bits that are less than 0."""
+_LARGE_FACTOR = 2.0**100
 _ROWS_AT_ONCE = 64
 """The rows that are unpacked at once, so that a matrix never exists in float32 and its steps stay in the cache."""
 
@@ -40,25 +42,21 @@ class QuantizedMatrix:
         zeros = None if self.zeros is None else of_rows(self.zeros)
         return replace(self, numbers=of_rows(self.numbers), factors=of_rows(self.factors), zeros=zeros)
 
-    def four_bits(self, columns: slice, dtype: torch.dtype) -> FourBitMatrix | None:
-        """Return these columns of the rows; `None` if their numbers or groups are not such as kernels take."""
-        in_order = _groups_in_order(self.group[columns])
-        if self.code_bits is None or self.code_bits > 4 or in_order is None:
-            return None
-        group_size = len(self.group[columns]) // (in_order.stop - in_order.start)
-        kernel_group = kernel_group_size(group_size)
-        if kernel_group is None:
+    def coded(self, columns: slice, dtype: torch.dtype) -> CodedMatrix | None:
+        """Return these columns of the rows as codes; `None` if they or their groups are not such as kernels take."""
+        group = _kernel_groups(self.group[columns])
+        if group is None:
             return None
         numbers = self.numbers if self.bits is None else along_rows(self.numbers, self.bits)
-        of_groups = partial(_repeated, groups=in_order, times=group_size // kernel_group)
-        values, zeros = torch.arange(16.0), self.zeros
-        if zeros is not None and (zeros == zeros[0, 0]).all():
-            values, zeros = values - zeros[0, 0], None
-        return FourBitMatrix(
-            codes=numbers[:, : len(self.group)][:, columns].contiguous(),  # the last word may not be full
-            factors=of_groups(self.factors),
-            zeros=None if zeros is None else of_groups(zeros).to(torch.uint8),
-            values=tuple(values.tolist()),
+        codes = numbers[:, : len(self.group)][:, columns].contiguous()  # the last word may not be full
+        codes, coding, zeros = _coding(codes, self.code_bits, self.zeros)
+        if coding is FP8 and not _has_only_small_numbers(codes, self.factors):
+            return None
+        return CodedMatrix(
+            codes=codes,
+            coding=coding,
+            factors=self.factors[:, group],
+            zeros=None if zeros is None else zeros[:, group].to(torch.int8),
             dtype=dtype,
         )
 
@@ -82,9 +80,36 @@ class QuantizedMatrix:
         return unpacked
 
 
-def _repeated(of_groups: Tensor, groups: slice, times: int) -> Tensor:
-    """Return these groups' columns of [rows, groups], each as often as a group has parts for kernels."""
-    return of_groups[:, groups].repeat_interleave(times, dim=1)
+def _coding(numbers: Tensor, code_bits: int | None, zeros: Tensor | None) -> tuple[Tensor, Coding, Tensor | None]:
+    """Return a matrix's codes, what they mean, and its zeros if it has others than 0."""
+    if numbers.dtype == torch.float8_e4m3fn:
+        return numbers.view(torch.uint8), FP8, None
+    if code_bits is not None and code_bits <= 4:
+        assert zeros is not None, "packed numbers have zeros"
+        values = torch.arange(16.0)
+        if (zeros == zeros[0, 0]).all():
+            values, zeros = values - zeros[0, 0], None
+        return numbers, Coding("four_bits", tuple(values.tolist())), zeros
+    codes = numbers.view(torch.uint8)
+    if code_bits is not None:  # they are from 0 on
+        assert zeros is not None, "packed numbers have zeros"
+        codes, zeros = codes ^ _HALF, zeros.int() - _HALF
+    return codes, INT8, zeros if zeros is not None and zeros.any() else None
+
+
+def _has_only_small_numbers(codes: Tensor, factors: Tensor) -> bool:
+    """Return whether FP8's codes are numbers, and all products with their factors are far from infinity."""
+    return not ((codes & 127) == 127).any() and bool((factors.abs() < _LARGE_FACTOR).all())
+
+
+def _kernel_groups(group: Tensor) -> Tensor | None:
+    """Return the group of each run of columns that kernels take as a group, as long as can be; `None` if none can."""
+    for size in KERNEL_GROUPS:
+        if len(group) % size == 0:
+            of_run = group.view(-1, size)
+            if (of_run == of_run[:, :1]).all():
+                return of_run[:, 0]
+    return None
 
 
 def _groups_in_order(group: Tensor) -> slice | None:
@@ -98,12 +123,10 @@ def _groups_in_order(group: Tensor) -> slice | None:
 
 def quantized_matrix(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor]) -> QuantizedMatrix:
     """Return the matrix that some tensors of a checkpoint hold. Raises `CheckpointError` for a group out of range."""
-    rows, columns = stored.matrix
+    rows, _ = stored.matrix
     numbers, scale = tensor_of(stored.numbers), tensor_of(stored.scale)
-    if stored.form in ("numbers", "compressed"):
-        factors, group_size = factors_by_row(scale, stored.matrix, stored.num_shards)
-    else:
-        factors, group_size = scale.t().float(), columns // len(scale)
+    is_by_row = stored.form in ("numbers", "compressed")
+    factors = factors_by_row(scale, stored.matrix, stored.num_shards) if is_by_row else scale.t().float()
     bits: int | None = stored.bits
     if stored.form == "numbers":
         bits = None
@@ -116,7 +139,7 @@ def quantized_matrix(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor
         bits=bits,
         factors=factors,
         zeros=_symmetric(stored, factors) if stored.zeros is None else _zeros(stored, tensor_of(stored.zeros)),
-        group=_groups(stored, tensor_of, factors.shape[1], group_size),
+        group=_groups(stored, tensor_of, factors.shape[1], group_columns(stored, tuple(scale.shape))),
         code_bits=None if stored.form == "numbers" else stored.bits,
     )
 
@@ -131,7 +154,7 @@ def _zeros(stored: QuantizedTensors, zeros: Tensor) -> Tensor:
     rows, _ = stored.matrix
     match stored.form:
         case "numbers":
-            return factors_by_row(zeros, stored.matrix, stored.num_shards)[0]
+            return factors_by_row(zeros, stored.matrix, stored.num_shards)
         case "compressed":
             return across_rows(zeros.reshape(len(zeros), -1), stored.bits)[:rows]
         case "awq":
@@ -151,22 +174,22 @@ def _groups(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor], num_gr
     return group
 
 
-def factors_by_row(scale: Tensor, shape: tuple[int, int], num_shards: int = 1) -> tuple[Tensor, int]:
-    """Return the factors of a matrix as float32 [rows, groups], and the number of columns in a group.
+def factors_by_row(scale: Tensor, shape: tuple[int, int], num_shards: int = 1) -> Tensor:
+    """Return the factors of a matrix as float32 [rows, groups].
 
     `scale` is one factor, one for each row, for each group of a row, or for each block. Blocks begin anew with each of
     `num_shards` equal parts, one below the other, if there are as many as that takes: so MiMo-V2.5 stores its fused
     projections.
     """
-    rows, columns = shape
+    rows, _ = shape
     scale = scale.float()
     if scale.ndim < 2 or tuple(scale.shape) in ((1, 1), (rows, 1)):
-        return scale.reshape(-1, 1).expand(rows, 1), columns
+        return scale.reshape(-1, 1).expand(rows, 1)
     if len(scale) == rows > 1:
-        return scale, columns // scale.shape[1]
+        return scale
     part = rows if len(scale) == ceil_div(rows, BLOCK) else rows // num_shards
     row = torch.arange(rows)
-    return scale[row // part * ceil_div(part, BLOCK) + row % part // BLOCK], BLOCK
+    return scale[row // part * ceil_div(part, BLOCK) + row % part // BLOCK]
 
 
 def along_rows(words: Tensor, bits: int) -> Tensor:

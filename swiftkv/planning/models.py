@@ -231,7 +231,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
 
 
 def _weight_bytes(model: ModelConfig, checkpoint: Checkpoint, decoder: DecoderConfig) -> int:
-    """Return the bytes of a rank's weights. Weights of four bits stay so on the CPU (`Ops.keeps_four_bits`)."""
+    """Return the bytes of a rank's weights. Quantized weights stay so on the CPU (`Ops.keeps_codes`)."""
     if model.device == "cpu" and model.dtype != "float32":
         # Files that cannot be read are counted unpacked: the engine that loads them says what is wrong.
         with contextlib.suppress(CheckpointError):

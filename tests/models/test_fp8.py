@@ -14,11 +14,14 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 from swiftkv.errors import CheckpointError
+from swiftkv.kernels.dispatch import cpu_ops
 from swiftkv.kernels.ops import AnyOps
+from swiftkv.kernels.weight_codes import CodedMatrix, unpacked
 from swiftkv.models.files import check_tensors
 from swiftkv.models.loader import MappedWeights, Packer, load_decoder
-from swiftkv.models.registry import DECODERS, read_config
-from swiftkv.models.unpacking import QuantizedMatrix, factors_by_row
+from swiftkv.models.quantization import QuantizedTensors
+from swiftkv.models.registry import DECODERS, read_config, weight_bytes
+from swiftkv.models.unpacking import quantized_matrix
 from swiftkv.models.weights import RankSlices
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.quantized import WEIGHTS, logits_of, split_experts
@@ -53,11 +56,14 @@ def by_block(weight: Tensor) -> Quantized:
     return torch.cat(parts), torch.stack(scales)
 
 
-def unpacked_of(numbers: Tensor, scale: Tensor, dtype: torch.dtype, num_shards: int = 1) -> Tensor:
+def stored_fp8(numbers: Tensor, num_shards: int = 1) -> QuantizedTensors:
     rows, columns = numbers.shape
-    factors, group_size = factors_by_row(scale, (rows, columns), num_shards)
-    matrix = QuantizedMatrix(numbers, None, factors, None, torch.arange(columns) // group_size)
-    return matrix.unpack(slice(None), dtype)
+    return QuantizedTensors("numbers", (rows, columns), num_shards, "numbers", "scale", None, None, 8)
+
+
+def unpacked_of(numbers: Tensor, scale: Tensor, dtype: torch.dtype, num_shards: int = 1) -> Tensor:
+    stored = stored_fp8(numbers, num_shards)
+    return quantized_matrix(stored, {"numbers": numbers, "scale": scale}.__getitem__).unpack(slice(None), dtype)
 
 
 def random_matrix(rows: int, columns: int) -> Tensor:
@@ -133,6 +139,36 @@ def test_a_checkpoint_in_fp8_is_the_one_that_it_unpacks_to(
     save_file(to_fp8(packed, quantize, suffix), plain / WEIGHTS, {"format": "pt"})
     rewrite_config(packed, quantization_config=config)
     assert torch.equal(logits_of(packed, ops), logits_of(plain, ops))
+
+
+@pytest.mark.parametrize(("quantize", "suffix"), [(by_block, "_scale_inv"), (by_row, "_scale"), (by_tensor, "_scale")])
+def test_fp8_stays_so_on_the_cpu_and_is_counted_so(
+    quantize: Callable[[Tensor], Quantized], suffix: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", **SHAPE)
+    to_fp8(tmp_path, quantize, suffix)
+    rewrite_config(tmp_path, quantization_config=BLOCKS)
+    config = read_config(tmp_path)
+    for rank, num_ranks in ((0, 1), (1, 2)):
+        weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, rank, num_ranks))
+        packer = Packer(weights, MappedWeights(tmp_path), cpu_ops(), torch.bfloat16, torch.device("cpu"), 128, None)
+        matrices = {name: packer.matrix(name) for name, weight in weights.items() if len(weight.shape) == 2}
+        for name, matrix in matrices.items():
+            assert isinstance(matrix, CodedMatrix) == name.endswith("_proj.weight")
+            assert torch.equal(unpacked(matrix), packer.tensor(name))
+        assert weight_bytes(config, num_ranks, "bfloat16", tmp_path) == sum(m.nbytes for m in matrices.values())
+
+
+@pytest.mark.parametrize("spoilt", ["numbers", "factors"])
+def test_fp8_that_kernels_do_not_take_is_unpacked(spoilt: str) -> None:
+    numbers, scale = by_block(random_matrix(64, 256))
+    if spoilt == "numbers":
+        numbers[3, 200] = torch.nan
+    else:
+        scale[0, 1] = 2.0**110
+    matrix = quantized_matrix(stored_fp8(numbers), {"numbers": numbers, "scale": scale}.__getitem__)
+    assert matrix.coded(slice(128, 256), torch.bfloat16) is None
+    assert matrix.coded(slice(0, 128), torch.bfloat16) is not None or spoilt == "factors"
 
 
 def test_a_rank_has_its_part_which_ends_within_a_block(ops: AnyOps, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_mxfp4_is_unpacked_as_transformers_does(dtype: torch.dtype) -> None:
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [experts, inputs, outputs]
     for index in range(len(blocks)):
         assert torch.equal(mxfp4.unpack(blocks[index], scales[index], dtype), theirs[index].t())
-        assert torch.equal(mxfp4.four_bits(blocks[index], scales[index], dtype).unpack(), theirs[index].t())
+        assert torch.equal(mxfp4.coded(blocks[index], scales[index], dtype).unpack(), theirs[index].t())
 
 
 def to_mxfp4(directory: Path) -> dict[str, torch.Tensor]:
