@@ -9,30 +9,45 @@ namespace {
 
 constexpr int64_t kChunk = WeightCodes::kChunk;
 
-int64_t eight_bit_lanes() {
-    return active_isa() == Isa::kAvx2 ? 8 : 16;
-}
+// Writes the codes of a column to their places in those of a group.
+using PackColumn = void (*)(const uint8_t* codes, int64_t size, int64_t column, uint8_t* group);
 
-void pack_four_bits(const uint8_t* codes, int64_t size, int64_t column, uint8_t* group) {
+void pack_for_lookup(const uint8_t* codes, int64_t size, int64_t column, uint8_t* group) {
     uint8_t* out = group + column / 8 * size / kChunk * 128 + column % 4 * 32 + column % 8 / 4 * 16;
     for (int64_t chunk = 0; chunk < size / kChunk; ++chunk, codes += kChunk, out += 128)
         for (int64_t i = 0; i < kChunk / 2; ++i) out[i] = static_cast<uint8_t>(codes[i] | codes[i + kChunk / 2] << 4);
 }
 
-void pack_eight_bits(const uint8_t* codes, int64_t size, int64_t column, int64_t lanes, uint8_t* group) {
-    uint8_t* out = group + column / lanes * size * lanes + column % lanes;
-    for (int64_t i = 0; i < size; ++i) out[i * lanes] = codes[i];
+template <int64_t kLanes>
+void pack_in_order(const uint8_t* codes, int64_t size, int64_t column, uint8_t* group) {
+    uint8_t* out = group + column / kLanes * size * kLanes + column % kLanes;
+    for (int64_t i = 0; i < size; ++i) out[i * kLanes] = codes[i];
 }
 
-auto unpack_eight_bits(Isa isa) {
-    if (isa == Isa::kAvx2) return unpack_eight_bits_avx2;
-    return isa == Isa::kAvx512 ? unpack_eight_bits_avx512 : unpack_eight_bits_avx512_bf16;
+template <int64_t kLanes>
+void pack_pairs_in_order(const uint8_t* codes, int64_t size, int64_t column, uint8_t* group) {
+    uint8_t* out = group + column / kLanes * size / 2 * kLanes + column % kLanes;
+    for (int64_t i = 0; i < size / 2; ++i) out[i * kLanes] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+PackColumn pack_column(CodeKind kind, Isa isa) {
+    if (isa == Isa::kAvx2) return kind == CodeKind::kFourBits ? pack_for_lookup : pack_in_order<8>;
+    return kind == CodeKind::kFourBits ? pack_pairs_in_order<16> : pack_in_order<16>;
+}
+
+UnpackCodes unpack_function(const WeightCodes& format, DType dtype, Isa isa) {
+    if (isa == Isa::kAvx2)
+        return format.kind == CodeKind::kFourBits ? unpack_four_bits_avx2(dtype, format.has_zeros)
+                                                  : unpack_eight_bits_avx2(format.kind, dtype, format.has_zeros);
+    const auto function = isa == Isa::kAvx512 ? unpack_codes_avx512 : unpack_codes_avx512_bf16;
+    return function(format.kind, dtype, format.has_zeros);
 }
 
 }  // namespace
 
 void pack_codes(const WeightCodes& format, const CodedRow* rows, int64_t num_groups, const GemmKernel& kernel,
                 char* panel) {
+    const PackColumn pack = pack_column(format.kind, active_isa());
     const int64_t size = format.group_size;
     const int64_t width = kernel.panel_width;
     for (int64_t group = 0; group < num_groups; ++group, panel += format.record_bytes(width)) {
@@ -45,23 +60,15 @@ void pack_codes(const WeightCodes& format, const CodedRow* rows, int64_t num_gro
             if (row.codes == nullptr) continue;
             factors[column] = row.factors[group];
             if (format.has_zeros) zeros[column] = row.zeros[group];
-            const uint8_t* source = row.codes + group * size;
-            if (format.kind == CodeKind::kFourBits)
-                pack_four_bits(source, size, column, codes);
-            else
-                pack_eight_bits(source, size, column, eight_bit_lanes(), codes);
+            pack(row.codes + group * size, size, column, codes);
         }
     }
 }
 
 void unpack_codes(const WeightCodes& format, const char* panel, int64_t begin, int64_t end, const GemmKernel& kernel,
                   DType dtype, char* out) {
-    UnpackCodes run;
-    if (format.kind == CodeKind::kFourBits)  // AVX-512 machines use AVX2 here: memory takes longer
-        run = unpack_four_bits_avx2(dtype, format.has_zeros);
-    else
-        run = unpack_eight_bits(active_isa())(format.kind, dtype, format.has_zeros);
-    run(format, panel + begin * format.record_bytes(kernel.panel_width), end - begin, kernel, out);
+    const UnpackCodes unpack = unpack_function(format, dtype, active_isa());
+    unpack(format, panel + begin * format.record_bytes(kernel.panel_width), end - begin, kernel, out);
 }
 
 }  // namespace swiftkv

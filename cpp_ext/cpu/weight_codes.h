@@ -51,14 +51,15 @@ void unpack_codes(const WeightCodes& format, const char* panel, int64_t begin, i
 using UnpackCodes = void (*)(const WeightCodes& format, const char* record, int64_t num_groups,
                              const GemmKernel& kernel, char* out);
 
-// Codes of four bits lie as [width / 8][group_size / kChunk][4][2][16 bytes]. Column 4 j + i of eight is at [i][j], and
-// a byte has the codes of two inputs, 16 apart, the first one in its lower half.
+// For AVX2, codes of four bits lie as [width / 8][group_size / kChunk][4][2][16 bytes]. Column 4 j + i of eight is at
+// [i][j], and a byte has the codes of two inputs, 16 apart, the first one in its lower half.
 UnpackCodes unpack_four_bits_avx2(DType dtype, bool has_zeros);
 
-// Codes of eight bits lie as [width / lanes][group_size][lanes], where a lane is one of a register's float32.
+// Otherwise codes lie in the order of the panel: [width / lanes][group_size][lanes], where a lane is one of a
+// register's float32. A byte of four-bit codes has those of two inputs, the first one in its lower half.
 UnpackCodes unpack_eight_bits_avx2(CodeKind kind, DType dtype, bool has_zeros);
-UnpackCodes unpack_eight_bits_avx512(CodeKind kind, DType dtype, bool has_zeros);
+UnpackCodes unpack_codes_avx512(CodeKind kind, DType dtype, bool has_zeros);
 // Rounds tiny numbers to zero, for kernels that read them so.
-UnpackCodes unpack_eight_bits_avx512_bf16(CodeKind kind, DType dtype, bool has_zeros);
+UnpackCodes unpack_codes_avx512_bf16(CodeKind kind, DType dtype, bool has_zeros);
 
 }  // namespace swiftkv
