@@ -8,6 +8,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,8 +71,11 @@ def test_no_thread_of_an_engine_that_gave_way_goes_on_doing_so(
     with EngineProcess(checkpoint) as engine:
         [answer] = engine.generate([[3, 4]], max_tokens=2)
         assert len(answer.token_ids) == 2
-        nice = set(priorities(engine.process.pid))
-    assert nice <= {os.getpriority(os.PRIO_PROCESS, 0), PREFAULT_NICENESS}
+        usual = {os.getpriority(os.PRIO_PROCESS, 0), PREFAULT_NICENESS}
+        deadline = time.monotonic() + TIMEOUT_S
+        while not set(priorities(engine.process.pid)) <= usual:  # a thread ends a little after its work
+            assert time.monotonic() < deadline, f"not only {usual}: {set(priorities(engine.process.pid))}"
+            time.sleep(0.01)
 
 
 def test_the_end_of_its_standard_input_ends_it(engine: EngineProcess) -> None:
