@@ -39,10 +39,7 @@ from swiftkv.engine.messages import CacheCommand, CacheReport, FromEngine, Shutd
 from swiftkv.engine.ranks import Follower, LeadingRunner, of_rank
 from swiftkv.errors import TransferError
 from swiftkv.lease.coordinator import Coordinator
-from swiftkv.lease.messages import (
-    LendingSpec,
-    PeerSpec,
-)
+from swiftkv.lease.messages import LendingSpec, PeerSpec
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.master.lenders import BorrowLink, LenderPeer
 from swiftkv.models.registry import read_config
