@@ -74,7 +74,7 @@ struct TileProducts {
         StepWeights::Scratch step_weights;
         SoftmaxState part;       // of a block, in a partition that is not the first
         Rows::Factors* factors;  // [kMaxBlockRows], of such a block
-        Fetcher<Element> fetcher;
+        Fetcher<Element, 2> fetcher;
         int lines_per_product;  // fetched with each product of tiles
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows)

@@ -16,12 +16,14 @@ struct DotProducts {
     static constexpr int kWidth = Simd::kLanes;
     static constexpr int kPack = E::kPack;
     static constexpr int kVectorsPerGroup = kGroupTokens / kWidth;
-    // The rows and vectors whose accumulators fill the registers: 24 of 32, or 12 of 16. Widening takes the same units
-    // as multiplying, so many rows share it.
+    static constexpr int kAccumulators = kWidth == 16 ? 24 : 12;  // registers, of 32 or 16
+    // The rows and vectors of keys whose accumulators fill them. Widening takes the same units as multiplying, so many
+    // rows share it.
     static constexpr int kMaxRows = kWidth == 16 && E::kIsWidened ? 12 : 6;
     static constexpr int kMaxVectors = kWidth == 16 && !E::kIsWidened ? 4 : 2;
     static constexpr int kMaxGroups = kMaxVectors / kVectorsPerGroup;
-    using Keys = PartitionKeys<E, Fetcher<E>::kGroupsInTurn>;
+    using Fetch = Fetcher<E, 1>;
+    using Keys = PartitionKeys<E, Fetch::kGroupsInTurn>;
     // A constant, so that one register addresses the queries of all rows; not a power of two, for the reason given at
     // kRowStride.
     static constexpr int kQueryStride = kMaxHeadDim + 32;
@@ -33,6 +35,13 @@ struct DotProducts {
     static int block_rows(int rows) {
         const int num_blocks = (rows + kMaxRows - 1) / kMaxRows;
         return (rows + num_blocks - 1) / num_blocks;
+    }
+    // The vectors of each value that are summed at once: few rows leave registers for many, and values are read best in
+    // the order in which they lie.
+    static constexpr int value_vectors(int rows) {
+        int vectors = 8;
+        while (rows * vectors > kAccumulators) vectors /= 2;
+        return vectors;
     }
     static int padded_rows(int rows) { return rows; }
 
@@ -46,7 +55,7 @@ struct DotProducts {
         float* scores[2];    // [rows of a block, kRowStride]
         Packed* weights[2];  // [rows of a block, kRowStride]
         SoftmaxState part;   // of a partition that is not the first
-        Fetcher<E> fetcher;
+        Fetch fetcher;
 
         Scratch(Arena& arena, const AttentionSpec& spec, int rows)
             : q(arena.take<Packed>(int64_t{rows} * kQueryStride)), part(arena, rows, spec.v_head_dim) {
@@ -97,22 +106,23 @@ struct DotProducts {
     template <typename Meanwhile>
     static void accumulate(const AttentionSpec& spec, Scratch& scratch, const Keys& keys, const RowBlock& block,
                            int key_begin, int key_end, const Packed* weights, float* out, Meanwhile&& meanwhile) {
-        for (int d = 0; d < spec.v_head_dim; d += kMaxVectors * kWidth) {
-            float* sums = out + int64_t{block.begin} * spec.v_head_dim + d;
-            with_constant<kMaxRows>(block.end - block.begin, [&](auto rows) {
-                with_constant<kMaxVectors>(smaller(kMaxVectors, (spec.v_head_dim - d) / kWidth), [&](auto vectors) {
+        with_constant<kMaxRows>(block.end - block.begin, [&](auto rows) {
+            constexpr int kVectors = value_vectors(rows());
+            for (int d = 0; d < spec.v_head_dim; d += kVectors * kWidth) {
+                float* sums = out + int64_t{block.begin} * spec.v_head_dim + d;
+                with_constant<kVectors>(smaller(kVectors, (spec.v_head_dim - d) / kWidth), [&](auto vectors) {
                     accumulate_dims<rows(), vectors()>(spec, scratch.fetcher, weights, keys, key_begin, key_end, d,
                                                        sums);
                 });
-            });
-            meanwhile();
-        }
+                meanwhile();
+            }
+        });
     }
 
   private:
     // Turns a block's scores into weights, one row per call.
     struct Weighing {
-        Fetcher<E>& fetcher;
+        Fetch& fetcher;
         const AttentionSpec& spec;
         const AttendTask& task;
         const RowBlock& block;
@@ -196,7 +206,7 @@ struct DotProducts {
     }
 
     template <int R, int NV>
-    static void score_groups(const AttentionSpec& spec, Fetcher<E>& fetcher, const Packed* q, const Elem* const* groups,
+    static void score_groups(const AttentionSpec& spec, Fetch& fetcher, const Packed* q, const Elem* const* groups,
                              float* scores) {
         constexpr int kLines = (NV + kVectorsPerGroup - 1) / kVectorsPerGroup;
         const Elem* k[NV];
@@ -230,7 +240,7 @@ struct DotProducts {
     }
 
     template <int R, int NV>
-    static void accumulate_dims(const AttentionSpec& spec, Fetcher<E>& fetcher, const Packed* weights, const Keys& keys,
+    static void accumulate_dims(const AttentionSpec& spec, Fetch& fetcher, const Packed* weights, const Keys& keys,
                                 int key_begin, int key_end, int d, float* out) {
         constexpr int kLines = larger(1, NV * kWidth * kPack * int{sizeof(Elem)} / 64);
         const int64_t v_dim = spec.v_head_dim, v_stride = v_dim * kPack;

@@ -6,10 +6,10 @@
 namespace swiftkv {
 namespace {
 
-// Fetches the data that a thread reads next into the second-level cache, a few lines at a time, because many at once
-// would hold up its own loads. A group is often a page of its own, and processors look ahead only within a page: so the
-// lines of four groups take turns, and the processor looks ahead in all four.
-template <typename E>
+// Fetches the data that a thread reads next into the first- or second-level cache (kCacheLevel), a few lines at a time,
+// because many at once would hold up its own loads. A group is often a page of its own, and processors look ahead only
+// within a page: so the lines of four groups take turns, and the processor looks ahead in all four.
+template <typename E, int kCacheLevel>
 class Fetcher {
   public:
     using Elem = typename E::Elem;
@@ -48,7 +48,7 @@ class Fetcher {
         if (is_done_) return;  // one branch per step of a product; looking for lines took 4 % of a prompt's time
         for (; num_lines > 0; --num_lines) {
             if (turn_ == num_turns_ && !next_line()) return;
-            __builtin_prefetch(groups_[turn_++] + offset_, 0, 2);
+            __builtin_prefetch(groups_[turn_++] + offset_, 0, 4 - kCacheLevel);
         }
     }
 

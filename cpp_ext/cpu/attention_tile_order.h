@@ -15,6 +15,7 @@ template <int kRows, typename E>
 struct TileOrder {
     using V = Simd::V;
     using Elem = typename E::Elem;
+    using Fetch = Fetcher<E, 2>;
     static constexpr int kPairs = 16;  // of a tile
     static constexpr int kLanes = Simd::kLanes;
     // The groups of keys, and vectors of values, that are multiplied at once: their sums take half of the registers.
@@ -22,7 +23,7 @@ struct TileOrder {
     static constexpr int kVectors = 8 / kRows;
 
     // Finds the scores of two groups of keys: [kRows, 2 * kLanes], rows `row_stride` apart. q: [kRows, head_dim].
-    static void score(const AttentionSpec& spec, Fetcher<E>& fetcher, const float* q, const Elem* const (&keys)[2],
+    static void score(const AttentionSpec& spec, Fetch& fetcher, const float* q, const Elem* const (&keys)[2],
                       float* scores, int64_t row_stride) {
         for (int group = 0; group < 2; group += kGroups)
             score_groups(spec, fetcher, q, keys + group, scores + group * kLanes, row_stride);
@@ -30,7 +31,7 @@ struct TileOrder {
 
     // Adds the weighted values of two groups of keys to out: [kRows, v_head_dim]. weights: [num_rows, 2 * kLanes], rows
     // `row_stride` apart. Keys outside of [begin, end) may be anything; `begin` is the first of a group.
-    static void accumulate(const AttentionSpec& spec, Fetcher<E>& fetcher, const Elem* weights, int num_rows,
+    static void accumulate(const AttentionSpec& spec, Fetch& fetcher, const Elem* weights, int num_rows,
                            int64_t row_stride, const Elem* const* values, int begin, int end, float* out) {
         Weights of_rows{};
         for (int row = 0; row < num_rows; ++row) {
@@ -73,7 +74,7 @@ struct TileOrder {
         V of(int row, int i) const { return Simd::add(first[row][i], second[row][i]); }
     };
 
-    static void score_groups(const AttentionSpec& spec, Fetcher<E>& fetcher, const float* q, const Elem* const* keys,
+    static void score_groups(const AttentionSpec& spec, Fetch& fetcher, const float* q, const Elem* const* keys,
                              float* scores, int64_t row_stride) {
         const int64_t pair_stride = int64_t{spec.block_size} * 2;
         V total[kRows][kGroups];
@@ -104,7 +105,7 @@ struct TileOrder {
     }
 
     template <int kCount>
-    static void accumulate_vectors(const AttentionSpec& spec, Fetcher<E>& fetcher, const Weights& weights,
+    static void accumulate_vectors(const AttentionSpec& spec, Fetch& fetcher, const Weights& weights,
                                    const Elem* const* values, int begin, int end, int d, float* out) {
         const int64_t v_dim = spec.v_head_dim;
         Sums<kCount> sums;
