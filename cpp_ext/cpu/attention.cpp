@@ -11,6 +11,8 @@ namespace {
 
 // A thread's share is cut into at least this many tasks, if there are as many partitions.
 constexpr int kTasksPerThread = 8;
+// Tasks are not made smaller than this for threads to end together: keys are read once for all rows of a task.
+constexpr int kFewestRowsPerTask = 48;
 
 std::byte* thread_scratch(int64_t bytes) {
     thread_local Scratch scratch;
@@ -43,9 +45,8 @@ struct QueryTile {
     int num_partitions() const { return partition_end - partition_begin; }
 };
 
-std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch,
-                                   const AttentionKernels& kernel) {
-    const int max_queries = std::max(1, kernel.rows_per_task / spec.group_size());
+std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBatch& batch, int partition_tokens,
+                                   int max_queries) {
     std::vector<QueryTile> tiles;
     for (int s = 0; s < batch.num_seqs; ++s) {
         const int begin = batch.query_starts[s], end = batch.query_starts[s + 1];
@@ -55,8 +56,8 @@ std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBat
             const int first = spec.first_visible(row + offset), last = row + offset + num_queries - 1;
             // Reading a key costs about as much as four rows' arithmetic on it.
             const int64_t cost = int64_t{last - first + 1} * (num_queries * spec.group_size() + 4);
-            tiles.push_back({s, row, row + offset, num_queries, first / kernel.partition_tokens,
-                             last / kernel.partition_tokens + 1, cost});
+            tiles.push_back(
+                {s, row, row + offset, num_queries, first / partition_tokens, last / partition_tokens + 1, cost});
         }
     }
     // Long tiles come first, so that threads end together.
@@ -64,25 +65,51 @@ std::vector<QueryTile> query_tiles(const AttentionSpec& spec, const AttentionBat
     return tiles;
 }
 
-// Whether threads that always take the longest task left end together, within a tenth, judged by the tiles with a cost
-// above `long_cost`. `tiles` are sorted, the longest first; each is one task per KV head.
-bool divides_evenly(const std::vector<QueryTile>& tiles, int num_kv_heads, int64_t long_cost, int64_t total_cost) {
+int64_t total_cost(const std::vector<QueryTile>& tiles, int num_kv_heads) {
+    int64_t cost = 0;
+    for (const auto& tile : tiles) cost += tile.cost * num_kv_heads;
+    return cost;
+}
+
+// A tile with a higher cost is a long one: threads may have to wait for it.
+int64_t long_cost(const std::vector<QueryTile>& tiles, int num_kv_heads) {
+    return total_cost(tiles, num_kv_heads) / (int64_t{kTasksPerThread} * num_threads());
+}
+
+// Whether threads that always take the longest task left end together, within a tenth, judged by the long tiles.
+// `tiles` are sorted, the longest first; each is one task per KV head.
+bool divides_evenly(const std::vector<QueryTile>& tiles, int num_kv_heads) {
+    const int64_t long_above = long_cost(tiles, num_kv_heads), total = total_cost(tiles, num_kv_heads);
     std::vector<int64_t> busy(num_threads());
     for (const auto& tile : tiles) {
-        if (tile.cost <= long_cost) break;
+        if (tile.cost <= long_above) break;
         for (int head = 0; head < num_kv_heads; ++head) *std::min_element(busy.begin(), busy.end()) += tile.cost;
     }
-    return *std::max_element(busy.begin(), busy.end()) * num_threads() <= total_cost + total_cost / 10;
+    return *std::max_element(busy.begin(), busy.end()) * num_threads() <= total + total / 10;
+}
+
+// Returns tiles as large as the kernel takes, so that keys are read seldom, or smaller ones if threads would wait.
+std::vector<QueryTile> even_tiles(const AttentionSpec& spec, const AttentionBatch& batch,
+                                  const AttentionKernels& kernel) {
+    int max_queries = std::max(1, kernel.rows_per_task / spec.group_size());
+    std::vector<QueryTile> tiles = query_tiles(spec, batch, kernel.partition_tokens, max_queries);
+    const auto can_be_smaller = [&] {
+        return max_queries / 2 * spec.group_size() >= kFewestRowsPerTask &&
+               std::any_of(tiles.begin(), tiles.end(), [&](auto& tile) { return tile.num_queries > max_queries / 2; });
+    };
+    while (can_be_smaller() && !divides_evenly(tiles, spec.num_kv_heads)) {
+        max_queries /= 2;
+        tiles = query_tiles(spec, batch, kernel.partition_tokens, max_queries);
+    }
+    return tiles;
 }
 
 // Decides which tiles are cut, and returns the number of floats that their partial results need. Cutting costs a pass
 // over the partial results, a sixth of the time of 64 queries at 2,048 keys, so only tiles that would leave threads
 // waiting are cut.
 int64_t place_partials(const AttentionSpec& spec, std::vector<QueryTile>& tiles) {
-    int64_t total_cost = 0;
-    for (const auto& tile : tiles) total_cost += tile.cost * spec.num_kv_heads;
-    const int64_t cut_above = total_cost / (int64_t{kTasksPerThread} * num_threads());
-    if (divides_evenly(tiles, spec.num_kv_heads, cut_above, total_cost)) return 0;
+    if (divides_evenly(tiles, spec.num_kv_heads)) return 0;
+    const int64_t cut_above = long_cost(tiles, spec.num_kv_heads);
     int64_t floats = 0;
     for (auto& tile : tiles) {
         if (tile.cost <= cut_above || tile.num_partitions() == 1) continue;
@@ -120,7 +147,7 @@ void attention(const AttentionSpec& spec, const AttentionBatch& batch, DType dty
     const int64_t row_bytes = spec.row_elements() * item_size(dtype);
     const int num_kv_heads = spec.num_kv_heads;
 
-    std::vector<QueryTile> tiles = query_tiles(spec, batch, kernel);
+    std::vector<QueryTile> tiles = even_tiles(spec, batch, kernel);
     thread_local Scratch partial_memory;
     auto* partials = reinterpret_cast<float*>(partial_memory.reserve(place_partials(spec, tiles) * sizeof(float)));
     const auto partials_of = [&](const QueryTile& tile, int head) {

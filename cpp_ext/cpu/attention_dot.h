@@ -27,7 +27,7 @@ struct DotProducts {
     // A constant, so that one register addresses the queries of all rows; not a power of two, for the reason given at
     // kRowStride.
     static constexpr int kQueryStride = kMaxHeadDim + 32;
-    static constexpr int kRowsPerTask = 48;
+    static constexpr int kRowsPerTask = kWidth == 16 ? 192 : 48;
     static constexpr int kLinesWhileWeighing = 32;
     static constexpr int kTokensAtOnce = 4 * kGroupTokens;  // tokens whose values a single block of rows sums at once
 
