@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from swiftkv import __version__
 from swiftkv.cli import app
+from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.hf_configs import LLAMA
+from tests.support.quantized import WEIGHTS, as_int8, quantize
 
 MULTI_HEAD = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 
@@ -127,6 +130,26 @@ def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
     assert "85 of 16 tokens" in table.stdout
     planned = json.loads(run("plan", file, "--json").stdout)["models"]
     assert [(model["name"], model["num_blocks"]) for model in planned] == [("tiny-model", 85)]
+
+
+def test_plan_shows_quantized_weights_beside_their_unpacked_size(tmp_path: Path) -> None:
+    directory = tmp_path / "tiny"
+    make_checkpoint(directory, "llama")
+    tensors = load_file(directory / WEIGHTS)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name)
+        tensors |= as_int8(name, quantize(weight, 8, weight.shape[1], symmetric=True))
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    weights = {"weights": {"num_bits": 8, "type": "int"}}
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": weights}}
+    rewrite_config(directory, quantization_config=quantization)
+    for dtype, quantized in (("bfloat16", True), ("float32", False)):
+        options = f"dtype: {dtype}, kv_cache: {{memory: 1MiB}}"
+        file = write(tmp_path, f"models: [{{name: a, path: {directory}, {options}}}]")
+        (row,) = [line for line in run("plan", file).stdout.splitlines() if line.startswith("weights ")]
+        (planned,) = json.loads(run("plan", file, "--json").stdout)["models"]
+        assert ("quantized" in row, dtype in row) == (quantized, True)
+        assert (planned["weight_bytes"] < planned["unpacked_weight_bytes"]) == quantized
 
 
 def test_plan_shows_the_host_memory_of_a_model_on_a_gpu(tmp_path: Path, checkpoint: Path) -> None:

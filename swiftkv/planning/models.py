@@ -33,6 +33,7 @@ class ModelPlan:
     dtype: str
     groups: tuple[KVGroup, ...]
     weight_bytes: int
+    unpacked_bytes: int  # of the same weights in `dtype`: more, if quantized ones stay so in memory
     memory: PoolMemory
     max_model_len: int
     max_context_len: int  # the longest context that the model was made for
@@ -207,6 +208,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         dtype=model.dtype,
         groups=groups,
         weight_bytes=_weight_bytes(model, checkpoint, decoder),
+        unpacked_bytes=weight_bytes(decoder, num_ranks, model.dtype),
         memory=memory,
         max_model_len=model.max_model_len or decoder.max_context_len,
         max_context_len=decoder.max_context_len,

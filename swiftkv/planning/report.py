@@ -39,6 +39,7 @@ def model_as_dict(plan: ModelPlan) -> dict[str, Any]:
         "architecture": plan.architecture,
         "dtype": plan.dtype,
         "weight_bytes": plan.weight_bytes,
+        "unpacked_weight_bytes": plan.unpacked_bytes,
         "kv_groups": groups,
         "block_size": plan.block_size,
         "num_blocks": plan.num_blocks if isinstance(plan, SizedPlan) else 0,

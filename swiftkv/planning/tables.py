@@ -39,6 +39,12 @@ def _unreached(plans: Sequence[ModelPlan]) -> Iterator[str]:
                 )
 
 
+def _weights(plan: ModelPlan) -> str:
+    if plan.weight_bytes == plan.unpacked_bytes:
+        return f"{format_size(plan.weight_bytes)} {plan.dtype}"
+    return f"{format_size(plan.weight_bytes)} quantized ({format_size(plan.unpacked_bytes)} in {plan.dtype})"
+
+
 def _print_models(plans: Sequence[ModelPlan]) -> None:
     table = plain_table(("",), (plan.name for plan in plans))
     divided = any(p.tensor_parallel_size > 1 for p in plans)
@@ -50,7 +56,7 @@ def _print_models(plans: Sequence[ModelPlan]) -> None:
         "architecture": [p.architecture for p in plans],
         "role": [p.role for p in plans],
         **({"ranks, each with": [str(p.tensor_parallel_size) for p in plans]} if divided else {}),
-        "weights": [f"{format_size(p.weight_bytes)} {p.dtype}" for p in plans],
+        "weights": [_weights(p) for p in plans],
         **({"device": [p.device for p in plans]} if any(p.on_gpu for p in plans) else {}),
         "KV cache": [_pool_size(p) for p in plans],
         "blocks": [_once_known(p, _blocks) for p in plans],

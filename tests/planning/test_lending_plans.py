@@ -37,6 +37,7 @@ def model(name: str, role: str, num_layers: int, num_blocks: int, budget: Fracti
         dtype="bfloat16",
         groups=(KVGroup(tuple(range(num_layers)), 1, 32, "bfloat16", 16),),
         weight_bytes=0,
+        unpacked_bytes=0,
         memory=PoolBytes(pool_bytes),
         group_blocks=(num_blocks,),
         max_model_len=16,
