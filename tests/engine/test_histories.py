@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.engine.histories import Checkpoints, History, adventurous_planner
-from tests.support.node_process import remove, short_temporary_directory
 
 NUM_EVENTS = 80
 SEEDS = range(3)
@@ -24,12 +24,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
     made.close()
 
 
-@pytest.fixture(scope="module")
-def reached() -> dict[int, set[str]]:
-    """The states that the histories so far came to, by seed."""
-    return {}
-
-
 @pytest.fixture(autouse=True)
 def planner(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have storage read what a random planner says."""
@@ -40,15 +34,10 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> None:
     "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(SEEDS), 40))]
 )
 def test_answers_are_those_of_the_plainest_engine(
-    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]]
+    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], short_directory: Path
 ) -> None:
-    """Prints how often a history came to what is rare."""
-    directory = short_temporary_directory()
-    try:
-        history = History(seed, checkpoints, directory)
-        history.run(NUM_EVENTS)
-    finally:
-        remove(directory)
+    history = History(seed, checkpoints, short_directory)
+    history.run(NUM_EVENTS)
     print(history.model, dict(+history.reached))
     reached[seed] = set(+history.reached)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from swiftkv.storage.host_medium import make_host_memory
 from tests.engine.rank_histories import Checkpoints, History
-from tests.support.node_process import remove, short_temporary_directory
 
 NUM_EVENTS = 100
 SEEDS = range(16)
@@ -45,38 +45,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
     made.close()
 
 
-@pytest.fixture(scope="module")
-def reached() -> dict[int, set[str]]:
-    """The states that the histories so far came to, by seed."""
-    return {}
-
-
 @pytest.mark.parametrize(
     "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(SEEDS), 150))]
 )
 def test_ranks_that_borrow_answer_as_ranks_with_room_for_everything(
-    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]]
+    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], short_directory: Path
 ) -> None:
-    """Print how often a history came to what is rare."""
-    directory = short_temporary_directory()
-    try:
-        history = History(seed, checkpoints, directory)
-        history.run(NUM_EVENTS)
-    finally:
-        remove(directory)
+    history = History(seed, checkpoints, short_directory)
+    history.run(NUM_EVENTS)
     print(history.model, dict(+history.reached))
     reached[seed] = set(+history.reached)
 
 
 @pytest.mark.parametrize("seed", [1000, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1001, 1040))])
-def test_host_memory_under_them_changes_no_answer(checkpoints: Checkpoints, seed: int) -> None:
+def test_host_memory_under_them_changes_no_answer(checkpoints: Checkpoints, seed: int, short_directory: Path) -> None:
     """Blocks are stored from the pools of all ranks and of lenders, and read again."""
-    directory, host_fd = short_temporary_directory(), make_host_memory(4 << 20, 4096)
+    host_fd = make_host_memory(4 << 20, 4096)
     try:
-        history = History(seed, checkpoints, directory, host_fd)
+        history = History(seed, checkpoints, short_directory, host_fd)
         history.run(NUM_EVENTS)
     finally:
-        remove(directory)
         os.close(host_fd)
     print(history.model, dict(+history.reached))
 
