@@ -13,7 +13,7 @@ Asked for: at most a quarter of the time of computing, and at most 1.1 of `max(p
 the time from the pool, or of copying the bytes that were read, one layer's blocks at a time with one thread, as lending
 copies them. The bandwidth is measured in each round. Nodes that are not measured are held still. Every engine that was
 started anew waits until its pool has its memory (about 1.5 s for each GiB; earlier loads would wait until the kernel
-has cleared it), and computes --warmup fresh tokens, so that its weights are in memory.
+has cleared it) and the host memory is mapped, and computes --warmup fresh tokens, so that its weights are in memory.
 
 Models are random ones of Qwen3-0.6B's width with --layers layers; with `gemma3_text` every second layer has full
 attention, the others windows of 512 tokens. --checkpoint takes another model.
@@ -57,6 +57,7 @@ from swiftkv.tier.loads import num_needed
 
 NAME = "small"
 _POLL_S = 0.05
+_SETTLED_S = 0.5
 _TIMEOUT_S = 300.0
 _RESTARTS = {"restart": {"limit": 1000, "window": "1s", "backoff": "100ms"}}
 _COMPUTING = "computing it"
@@ -105,6 +106,10 @@ def restart_engine(node: Node) -> None:
     engine, plan = node.engine(NAME).pid, node.plan(NAME)
     assert isinstance(plan, SizedPlan)
     wait_until("the pool to have its memory", lambda: shared_memory_bytes(engine) >= plan.pool_bytes)
+    mapped_bytes = -1
+    while (now_bytes := shared_memory_bytes(engine)) != mapped_bytes:  # host memory is mapped, too
+        mapped_bytes = now_bytes
+        time.sleep(_SETTLED_S)
 
 
 def shared_memory_bytes(process: int) -> int:

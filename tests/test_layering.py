@@ -52,6 +52,7 @@ LAYERS = [
         "mistakes",
         "output",
         "policies",
+        "prefault",
         "processes",
         "progress",
         "shares",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -14,9 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out, pool_bytes_of
-
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
-_PREFAULT_SLICE_BYTES = 4 << 20
+from swiftkv.prefault import POPULATE_WRITE, prefault
 
 
 def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:
@@ -59,30 +56,8 @@ class Pool:
         return region_view(self.tensor, self.regions[index])
 
     def prefault(self) -> threading.Thread:
-        """Have the kernel back the pool with memory, from its start on, in a thread of low priority.
+        """Have the kernel back the pool with memory, from its start on, in a thread that ends with the pool.
 
-        Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this. The
-        thread ends with the pool, and before the interpreter ends: otherwise its tensor would abort the process.
+        Without huge pages a first write to 256 MiB costs a prefill up to a second; serving need not wait for this.
         """
-        is_over = threading.Event()
-        thread = threading.Thread(target=_prefault, args=(self.tensor, is_over), name="prefault", daemon=True)
-        thread.start()
-        weakref.finalize(self, _end_prefault, thread, is_over)
-        return thread
-
-
-def _end_prefault(thread: threading.Thread, is_over: threading.Event) -> None:
-    is_over.set()
-    thread.join()
-
-
-def _prefault(tensor: torch.Tensor, is_over: threading.Event) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # on Linux: of this thread alone
-    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL meanwhile
-    for offset in range(0, tensor.numel(), _PREFAULT_SLICE_BYTES):
-        if is_over.is_set():
-            return
-        length = min(_PREFAULT_SLICE_BYTES, tensor.numel() - offset)
-        address = ctypes.c_void_p(tensor.data_ptr() + offset)
-        if madvise(address, ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-            return  # the kernel cannot, or has no memory left: then pages come on first write
+        return prefault(self, self.tensor.data_ptr(), [(0, self.nbytes)], POPULATE_WRITE)

@@ -302,8 +302,9 @@ def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], runner
     levels = []
     name = "host"
     if spec.host_fd is not None:
-        medium = GuardedMedium(HostMedium(spec.host_fd), Breaker())
-        levels.append(Level("host", SealedBackend(medium, keys.fingerprint)))
+        host = HostMedium(spec.host_fd)
+        host.prefault(spec.host_fd)
+        levels.append(Level("host", SealedBackend(GuardedMedium(host, Breaker()), keys.fingerprint)))
     if spec.backend is not None:
         options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))
         name = options.backend

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from swiftkv._host import HostMemory, format_memory, num_chunks
 from swiftkv.arithmetic import ceil_div
+from swiftkv.prefault import POPULATE_READ, prefault
 from swiftkv.storage.backend import Capabilities, Parts, Status, Usage
 from swiftkv.storage.batches import batches
 from swiftkv.storage.envelope import HEADER_BYTES
@@ -68,6 +71,15 @@ class HostMedium:
         with contextlib.suppress(OSError):  # the kernel may have no huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         self._memory = HostMemory(mapping)
+        self._mapping = mapping
+
+    def prefault(self, fd: int) -> threading.Thread:
+        """Map what others have written so far behind `fd`, in a thread that ends with this object.
+
+        Without huge pages this more than halves the time in which a process first reads it.
+        """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        return prefault(self, address, _written(os.dup(fd)), POPULATE_READ)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -97,6 +109,16 @@ class HostMedium:
 
     def close(self) -> None:
         """Do nothing: the mapping ends with this object, because a call may still use it."""
+
+
+def _written(fd: int) -> Iterator[tuple[int, int]]:
+    """Yield the beginning and the end of each part of a file that has memory; close it after the last."""
+    end = 0
+    with open(fd, "rb", buffering=0) as file, contextlib.suppress(OSError):  # ENXIO: nothing follows
+        while True:
+            begin = file.seek(end, os.SEEK_DATA)
+            end = file.seek(begin, os.SEEK_HOLE)
+            yield begin, end
 
 
 def _soon_s() -> float:

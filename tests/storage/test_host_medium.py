@@ -6,10 +6,12 @@ import itertools
 import mmap
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Event
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +40,13 @@ def num_repairs(memory: dict[str, object]) -> int:
     """Return how many processes have died with the lock."""
     with open(str(memory["file"]), "r+b") as file:
         return HostMemory(mmap.mmap(file.fileno(), 0)).usage(soon())[3]
+
+
+def mapped_bytes() -> int:
+    """Return the bytes of host memory, of all mappings, at which this process would not wait for the kernel."""
+    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    sizes = [re.search(r"Rss: +(\d+) kB", mapping) for mapping in mappings if "swiftkv-host" in mapping]
+    return sum(int(size[1]) << 10 for size in sizes if size)
 
 
 def hold_the_lock_often(memory: dict[str, object], seed: int, has_begun: Event) -> None:
@@ -219,3 +228,26 @@ def test_as_many_blocks_fit_as_the_plan_says(block_bytes: list[int]) -> None:
         assert backend.exists(keys, soon())[-in_groups:] == [True] * in_groups
         assert not all(backend.exists(keys[: len(block_bytes)], soon()))
         assert capacity * sum(block_bytes) > 0.9 * num_bytes
+
+
+def test_what_was_written_is_mapped_ahead_and_nothing_else_is_made() -> None:
+    fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
+    writer = HostMedium(fd)
+    keys, block = [key_of(n) for n in range(48)], memoryview(bytes(64 << 10))
+    parts = [(memoryview(bytes(HEADER_BYTES)), block)] * len(keys)
+    assert set(writer.write(keys, parts, soon())) == {Status.OK}
+    made_bytes = 512 * os.fstat(fd).st_blocks
+    reader, before_bytes = HostMedium(fd), mapped_bytes()
+    reader.prefault(fd).join()
+    assert len(keys) * len(block) <= mapped_bytes() - before_bytes <= made_bytes
+    assert 512 * os.fstat(fd).st_blocks == made_bytes < MEMORY_BYTES
+    os.close(fd)
+
+
+def test_mapping_ahead_ends_with_the_medium() -> None:
+    fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
+    medium = HostMedium(fd)
+    thread = medium.prefault(fd)
+    os.close(fd)
+    del medium
+    assert not thread.is_alive()
