@@ -75,6 +75,6 @@ def test_a_model_is_loaded_anew(tmp_path: Path) -> None:
         assert code != 0
         assert "not safetensors" in said
         rewrite_config(tmp_path / "served", max_position_embeddings=64)
-        assert "made for 64 tokens" in reload()[1]
+        assert "allow 64 tokens" in reload()[1]
         assert answer(own_port) == second
     remove(temporary)
