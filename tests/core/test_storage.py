@@ -5,6 +5,7 @@ It is one file, for it is one list of promises: what goes down must come up.
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -230,6 +231,23 @@ def test_of_windows_that_no_boundary_keeps_nothing_is_written_back() -> None:
     assert {key for key, group in e.storage if group == 1} & {*keys_of(prompt(33), *range(8))} == {
         *keys_of(prompt(33), 5, 6, 7)
     }
+
+
+def test_what_goes_next_is_looked_at_however_slow_storage_is() -> None:
+    """Blocks whose boundary is lost go sooner, before some that were looked at, and may not be on offer yet."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        windowed = (1, rng.choice([12, 16, 20]), rng.choice([8, 12]))
+        groups = ((1, rng.choice([16, 20, 24]), 0), windowed)
+        e = StorageEngine(Setup(groups, BLOCK, 4, 64, 48, retention_interval=rng.choice([8, 12, 16])), "write_back")
+        prompts = [prompt(40, seed) for seed in range(2)]
+        for i in range(1, 40):
+            tokens = rng.choice(prompts)[: rng.randint(5, 40)]
+            e.add(i, tokens + prompt(rng.randint(0, 4), 2 + i), rng.randint(1, 4))
+            while e.step():
+                if rng.random() < 0.4:
+                    e.store(rng.choice([1, 1, 2, 64]))
+                e.scheduler.check_invariants()
 
 
 @pytest.mark.parametrize("setup", [DENSE, HYBRID], ids=["dense", "hybrid"])
