@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from swiftkv import __version__
 from swiftkv.cli import app
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.hf_configs import LLAMA
-from tests.support.quantized import WEIGHTS, as_int8, quantize
+from tests.support.quantized import as_int8, store_projections, storing
 
 MULTI_HEAD = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 
@@ -135,11 +134,7 @@ def test_plan_as_table_and_as_json(tmp_path: Path, checkpoint: Path) -> None:
 def test_plan_shows_quantized_weights_beside_their_unpacked_size(tmp_path: Path) -> None:
     directory = tmp_path / "tiny"
     make_checkpoint(directory, "llama")
-    tensors = load_file(directory / WEIGHTS)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors.pop(name)
-        tensors |= as_int8(name, quantize(weight, 8, weight.shape[1], symmetric=True))
-    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    store_projections(directory, storing(as_int8, bits=8))
     weights = {"weights": {"num_bits": 8, "type": "int"}}
     quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": weights}}
     rewrite_config(directory, quantization_config=quantization)

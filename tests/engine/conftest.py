@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.node_process import remove, short_temporary_directory
+from tests.support.node_process import temporary as temporary
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -16,14 +15,6 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def short_directory() -> Iterator[Path]:
-    """A temporary directory for sockets: the paths of pytest's own are too long for them."""
-    directory = short_temporary_directory()
-    yield directory
-    remove(directory)
 
 
 @pytest.fixture(scope="module")

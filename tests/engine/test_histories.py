@@ -34,9 +34,9 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> None:
     "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(SEEDS), 40))]
 )
 def test_answers_are_those_of_the_plainest_engine(
-    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], short_directory: Path
+    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], temporary: Path
 ) -> None:
-    history = History(seed, checkpoints, short_directory)
+    history = History(seed, checkpoints, temporary)
     history.run(NUM_EVENTS)
     print(history.model, dict(+history.reached))
     reached[seed] = set(+history.reached)

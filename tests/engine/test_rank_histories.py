@@ -49,20 +49,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint
     "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(SEEDS), 150))]
 )
 def test_ranks_that_borrow_answer_as_ranks_with_room_for_everything(
-    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], short_directory: Path
+    checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], temporary: Path
 ) -> None:
-    history = History(seed, checkpoints, short_directory)
+    history = History(seed, checkpoints, temporary)
     history.run(NUM_EVENTS)
     print(history.model, dict(+history.reached))
     reached[seed] = set(+history.reached)
 
 
 @pytest.mark.parametrize("seed", [1000, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1001, 1040))])
-def test_host_memory_under_them_changes_no_answer(checkpoints: Checkpoints, seed: int, short_directory: Path) -> None:
+def test_host_memory_under_them_changes_no_answer(checkpoints: Checkpoints, seed: int, temporary: Path) -> None:
     """Blocks are stored from the pools of all ranks and of lenders, and read again."""
     host_fd = make_host_memory(4 << 20, 4096)
     try:
-        history = History(seed, checkpoints, short_directory, host_fd)
+        history = History(seed, checkpoints, temporary, host_fd)
         history.run(NUM_EVENTS)
     finally:
         os.close(host_fd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from swiftkv.models.weights import RankSlices
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.quantized import (
     WEIGHTS,
-    Quantized,
+    Store,
     as_awq,
     as_gptq,
     as_gptq_v2,
@@ -31,7 +30,8 @@ from tests.support.quantized import (
     logits_of,
     pack,
     quantize,
-    split_experts,
+    store_projections,
+    storing,
 )
 
 SHAPE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320}
@@ -47,7 +47,6 @@ INT8: dict[str, Any] = PACKED | {
     "format": "int-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
 }
-Store = Callable[[str, Quantized], dict[str, Tensor]]
 
 
 def random_matrix(rows: int, columns: int) -> Tensor:
@@ -119,28 +118,6 @@ def test_an_order_that_was_never_set_is_that_of_the_columns(tmp_path: Path) -> N
     matrix = quantize(random_matrix(64, 96), 4, 32, symmetric=True)
     tensors = as_packed("w.weight", matrix) | {"w.weight_g_idx": torch.full((96,), -1, dtype=torch.int32)}
     assert torch.equal(unpacked(tmp_path, tensors, (64, 96), None), matrix.weights().to(torch.bfloat16))
-
-
-def store_projections(directory: Path, store: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]) -> None:
-    """Store the projections of a checkpoint as `store` does; put the matrices that it means into `plain` beside it."""
-    tensors = split_experts(load_file(directory / WEIGHTS))
-    plain = dict(tensors)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        stored, plain[name] = store(name, tensors.pop(name))
-        tensors |= stored
-    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
-    (directory / "plain").mkdir()
-    save_file(plain, directory / "plain" / WEIGHTS, {"format": "pt"})
-    (directory / "plain" / "config.json").write_bytes((directory / "config.json").read_bytes())
-
-
-def storing(store: Store, bits: int = 4, group_size: int = 64, **options: Any) -> Any:
-    def stored(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        size = group_size if weight.shape[1] % group_size == 0 else weight.shape[1]
-        matrix = quantize(weight, bits, size, **{"symmetric": True} | options)
-        return store(name, matrix), matrix.weights().float()
-
-    return stored
 
 
 def without_order(store: Any) -> Any:

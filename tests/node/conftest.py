@@ -12,6 +12,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lending_node import Reference, make_checkpoints, make_hybrid_checkpoints, serving
 from tests.support.node_process import MAX_MODEL_LEN, remove, short_temporary_directory
+from tests.support.node_process import temporary as temporary
 
 
 @pytest.fixture(scope="session")
@@ -19,13 +20,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(directory, "llama", tokenizer=True, max_position_embeddings=MAX_MODEL_LEN)
     return directory
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    directory = short_temporary_directory()
-    yield directory
-    remove(directory)
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import psutil
+import pytest
 import yaml
 
 from swiftkv.admin_key import find_admin_key
@@ -191,3 +192,11 @@ def short_temporary_directory() -> Path:
 
 def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Such a directory, for the `conftest.py` of the tests that need one."""
+    directory = short_temporary_directory()
+    yield directory
+    remove(directory)

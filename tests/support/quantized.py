@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swiftkv.kernels.ops import AnyOps
@@ -136,6 +137,31 @@ def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             for part, of_expert in zip(names, matrix.chunk(len(names)), strict=True):
                 split[f"{prefix}.{index}.{part}.weight"] = of_expert.contiguous()
     return split
+
+
+Store = Callable[[str, Quantized], dict[str, Tensor]]
+
+
+def store_projections(directory: Path, store: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]) -> None:
+    """Store the projections of a checkpoint as `store` does; put the matrices that it means into `plain` beside it."""
+    tensors = split_experts(load_file(directory / WEIGHTS))
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        stored, plain[name] = store(name, tensors.pop(name))
+        tensors |= stored
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+    (directory / "plain").mkdir()
+    save_file(plain, directory / "plain" / WEIGHTS, {"format": "pt"})
+    (directory / "plain" / "config.json").write_bytes((directory / "config.json").read_bytes())
+
+
+def storing(store: Store, bits: int = 4, group_size: int = 64, **options: Any) -> Any:
+    def stored(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        size = group_size if weight.shape[1] % group_size == 0 else weight.shape[1]
+        matrix = quantize(weight, bits, size, **{"symmetric": True} | options)
+        return store(name, matrix), matrix.weights().float()
+
+    return stored
 
 
 def logits_of(directory: Path, ops: AnyOps, dtype: torch.dtype = torch.float32) -> Tensor:
