@@ -34,6 +34,7 @@ POLICIES: dict[str, SchedulingPolicy] = {
     "fcfs": "fcfs",
     "spf": "spf",
     "lpm": "fcfs",
+    "turns": "turns",
     "deadline": "deadline",
     "hrrn": "hrrn",
     **REFUSING,

@@ -71,6 +71,19 @@ def ttft_figures(outcome: Outcome) -> tuple[float, ...]:
     return float(np.mean(ttft_s)), *(quantile(ttft_s, part) for part in (0.5, 0.9, 0.99, 1.0))
 
 
+def compared(outcomes: dict[SchedulingPolicy, Outcome]) -> str:
+    """Return a table with a row for each policy."""
+    base = ttft_figures(outcomes["fcfs"])
+    rows = []
+    for policy, outcome in outcomes.items():
+        seconds = [f"{value:.2f}" for value in ttft_figures(outcome)]
+        ratios = [f"x {value / at:.2f}" for value, at in zip(ttft_figures(outcome), base, strict=True)]
+        num_tokens = outcome.input_tokens.sum()
+        rates = (f"{outcome.cached_tokens.sum() / num_tokens:.1%}", f"{num_tokens / outcome.end_s.max():,.0f}")
+        rows.append((policy, *(f"{s} ({r})" for s, r in zip(seconds, ratios, strict=True)), *rates))
+    return table(("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s"), rows)
+
+
 def main() -> None:
     parser = trace_parser(__doc__)
     parser.add_argument("--block-size", type=int, default=16)
@@ -82,15 +95,7 @@ def main() -> None:
     arrivals = [shortened(arrival, args.shrink) for arrival in read_trace(args.trace)[: args.requests]]
     policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
     outcomes = {policy: serve(policy, arrivals, args, args.clients) for policy in policies}
-    base = ttft_figures(outcomes["fcfs"])
-    rows = []
-    for policy, outcome in outcomes.items():
-        seconds = [f"{value:.2f}" for value in ttft_figures(outcome)]
-        ratios = [f"x {value / at:.2f}" for value, at in zip(ttft_figures(outcome), base, strict=True)]
-        num_tokens = outcome.input_tokens.sum()
-        rates = (f"{outcome.cached_tokens.sum() / num_tokens:.1%}", f"{num_tokens / outcome.end_s.max():,.0f}")
-        rows.append((policy, *(f"{s} ({r})" for s, r in zip(seconds, ratios, strict=True)), *rates))
-    say(table(("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s"), rows))
+    say(compared(outcomes))
     if args.out is not None:
         args.out.write_text(
             json.dumps({policy: outcome.ttft_s.tolist() for policy, outcome in outcomes.items()}) + "\n"

@@ -442,7 +442,7 @@ class Scheduler:
 
         `scheduling_policy` orders waiting requests: `fcfs` by arrival; the others by priority first, and then
         `priority` by arrival, `spf` by the tokens left to compute, `hrrn` by the waiting time in relation to these
-        tokens, `deadline` by the earliest deadline.
+        tokens, `turns` by the tokens left to compute and by arrival in turns, `deadline` by the earliest deadline.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""

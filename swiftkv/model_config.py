@@ -110,7 +110,7 @@ class ModelConfig(Section):
     max_model_len: Positive | None = Field(None, description=POSITIVE)
     max_num_seqs: Positive = Field(64, description=POSITIVE)
     max_num_batched_tokens: Positive = Field(2048, description=POSITIVE)
-    scheduling_policy: SchedulingPolicy = Field("hrrn", description="fcfs, priority, spf, hrrn or deadline")
+    scheduling_policy: SchedulingPolicy = Field("hrrn", description="fcfs, priority, spf, hrrn, turns or deadline")
     max_num_queued_reqs: Positive = Field(1024, description=POSITIVE)
     max_num_queued_tokens: Positive | None = Field(None, description=COUNT_OR_NULL)
     target_ttft: Limit = Field(None, description=LIMIT)

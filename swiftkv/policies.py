@@ -6,7 +6,7 @@ from typing import Literal
 
 Task = Literal["generate", "embed", "score"]
 ServiceTier = Literal["priority", "default", "flex", "batch"]
-SchedulingPolicy = Literal["fcfs", "priority", "spf", "hrrn", "deadline"]
+SchedulingPolicy = Literal["fcfs", "priority", "spf", "hrrn", "turns", "deadline"]
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]

@@ -241,7 +241,7 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ", scheduling_policy: lifo",
-        "models[0].scheduling_policy: 'lifo' is not fcfs, priority, spf, hrrn or deadline",
+        "models[0].scheduling_policy: 'lifo' is not fcfs, priority, spf, hrrn, turns or deadline",
     ),
     (ONE_MODEL % ", max_num_queued_reqs: 0", "models[0].max_num_queued_reqs: 0 is not an integer of at least 1"),
     (

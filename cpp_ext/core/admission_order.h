@@ -9,6 +9,26 @@
 
 namespace swiftkv {
 
+// When waiting requests are compared, and whose turn it is then under `turns`.
+struct Moment {
+    double now_s;
+    bool is_turn_of_oldest = false;
+};
+
+// Lets the request that waits longest take turns with the shortest ones, so that both get as many tokens computed. Then
+// nobody waits much longer than twice as long as by arrival.
+class Turns {
+  public:
+    Moment at(double now_s) const { return {now_s, oldest_lack_tokens_ > 0}; }
+    // Notes that a request was admitted of which so many tokens must be computed.
+    void take(const Moment& moment, int num_tokens) {
+        oldest_lack_tokens_ += moment.is_turn_of_oldest ? -num_tokens : num_tokens;
+    }
+
+  private:
+    int64_t oldest_lack_tokens_ = 0;  // how many more tokens the shortest requests got
+};
+
 // Orders requests of equal priority; a lower priority always goes first. The order within a lane does not change with
 // time, so only the first requests of the lanes need be compared.
 class AdmissionOrder {
@@ -20,18 +40,18 @@ class AdmissionOrder {
     virtual double rank(const Request&) const { return 0; }
     // Between lanes the higher urgency goes first, then the request with less left to compute, then the earlier
     // arrival.
-    virtual double urgency(const Request&, double /*now_s*/) const { return 0; }
+    virtual double urgency(const Request&, const Moment&) const { return 0; }
     // Whether the order depends on what requests have left to compute.
     virtual bool is_by_length() const { return false; }
 
     // Whether waiting requests may go before prompts of their own class and flow that are computed in part.
     virtual bool interrupts_prompts() const { return false; }
 
-    // Whether `a` goes before `b` at this time.
-    bool goes_before(const Request& a, const Request& b, double now_s) const;
+    // Whether `a` goes before `b` at this moment.
+    bool goes_before(const Request& a, const Request& b, const Moment& moment) const;
 };
 
-// Returns the lane of a request under `hrrn`: lengths in lane n are below 2^n and at least half of that.
+// Returns the lane of a request under `hrrn` and `turns`: lengths in lane n are below 2^n and at least half of that.
 constexpr int lane_of(int num_left) {
     return std::bit_width(static_cast<unsigned>(num_left));
 }

@@ -16,8 +16,13 @@ namespace {
 
 constexpr size_t kRecent = 512;
 constexpr double kMaxOvertakingPart = 0.9;
-constexpr double kNoTime = 1e-9;  // counts as 0 seconds, or 0 tokens
+constexpr double kPartOfTurns = 0.5;  // of the time, when prompts take turns with the oldest
+constexpr double kNoTime = 1e-9;      // counts as 0 seconds, or 0 tokens
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+int lane(double num_left) {
+    return lane_of(static_cast<int>(num_left));
+}
 
 }  // namespace
 
@@ -112,7 +117,7 @@ QueuedPrompt* PromptQueue::head(double now_s, const PromptPace& pace) {
     const auto place = [&](const QueuedPrompt& prompt, double num_left) {
         double rank = (prompt.arrived_s - now_s) / num_left;
         if (policy_ == SchedulingPolicy::kDeadline) rank = prompt.deadline_s;
-        if (policy_ == SchedulingPolicy::kSpf) rank = num_left;
+        if (policy_ == SchedulingPolicy::kSpf || policy_ == SchedulingPolicy::kTurns) rank = num_left;
         return std::tuple(prompt.priority, rank);
     };
     QueuedPrompt* first = nullptr;
@@ -177,6 +182,7 @@ PromptQueue::Rest PromptQueue::rest_of(const QueuedPrompt& prompt, const PromptP
 // Sets `before` of each rest: the part that is computed before the prompt.
 void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
     if (policy_ == SchedulingPolicy::kHrrn) return order_by_ratio(prompt, pace, rests);
+    if (policy_ == SchedulingPolicy::kTurns) return order_by_turns(prompt, rests);
     const double end = end_of_class(prompt.priority);
     const auto is_ahead = [&](const QueuedPrompt& other, const Rest& rest) {
         const bool is_equal = other.priority == prompt.priority;
@@ -193,6 +199,26 @@ void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std:
         }
     };
     for (size_t i = 0; i < rests.size(); ++i) rests[i].before = is_ahead(entries_[i].prompt, rests[i]);
+}
+
+// Prompts of a lower priority number and, among equal ones, those that are not longer go first. Meanwhile as much of
+// the longer ones is computed, the oldest first.
+void PromptQueue::order_by_turns(const QueuedPrompt& prompt, std::vector<Rest>& rests) const {
+    const int own_lane = lane(prompt.num_left);
+    double turns_s = 0;
+    std::vector<Rest*> longer;
+    for (size_t i = 0; i < rests.size(); ++i) {
+        const int64_t priority = entries_[i].prompt.priority;
+        const bool is_longer = lane(rests[i].num_left) > own_lane;
+        rests[i].before = priority < prompt.priority || (priority == prompt.priority && !is_longer);
+        if (priority == prompt.priority && is_longer) longer.push_back(&rests[i]);
+        if (priority == prompt.priority && !is_longer) turns_s += rests[i].service_s;
+    }
+    for (Rest* rest : longer) {
+        const double taken_s = std::min(turns_s, rest->service_s);
+        rest->before = rest->service_s > 0 ? taken_s / rest->service_s : 1.0;
+        turns_s -= taken_s;
+    }
 }
 
 // Prompts of a lower priority number go first; among equal ones, a simulated race decides.
@@ -257,16 +283,17 @@ std::vector<double> PromptQueue::shares(const QueuedPrompt& prompt, double own_s
 
 double PromptQueue::overtaking_part(const QueuedPrompt& prompt, const PromptPace& pace, double wait_s) const {
     if (policy_ == SchedulingPolicy::kFcfs || latest_.size() < 2) return 0;
-    const auto lane = [](const QueuedPrompt& p) { return lane_of(static_cast<int>(p.num_left)); };
-    const int own_lane = lane(prompt);
+    const int own_lane = lane(prompt.num_left);
     const auto part_of = [&](const QueuedPrompt& other) -> double {
         if (other.priority < prompt.priority) return 1;
         if (other.priority > prompt.priority || other.flow != prompt.flow) return 0;
         switch (policy_) {
             case SchedulingPolicy::kHrrn:  // the part of the prompt's wait during which it can be overtaken
-                return lane(other) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
+                return lane(other.num_left) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
             case SchedulingPolicy::kSpf:
                 return other.num_left < prompt.num_left;
+            case SchedulingPolicy::kTurns:
+                return lane(other.num_left) < own_lane;
             case SchedulingPolicy::kDeadline: {
                 const double later_s = (prompt.deadline_s - prompt.arrived_s) - (other.deadline_s - other.arrived_s);
                 return std::clamp(later_s / std::max(wait_s, 1e-9), 0.0, 1.0);
@@ -281,7 +308,8 @@ double PromptQueue::overtaking_part(const QueuedPrompt& prompt, const PromptPace
         first_s = std::min(first_s, other.arrived_s);
     }
     const double span_s = std::max({prompt.arrived_s - first_s, wait_s, 1e-9});
-    return std::min(overtaking_s / span_s, kMaxOvertakingPart);
+    const double most = policy_ == SchedulingPolicy::kTurns ? kPartOfTurns : kMaxOvertakingPart;
+    return std::min(overtaking_s / span_s, most);
 }
 
 }  // namespace swiftkv

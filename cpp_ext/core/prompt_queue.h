@@ -106,6 +106,7 @@ class PromptQueue {
     Rest rest_of(const QueuedPrompt& prompt, const PromptPace& pace) const;
     std::vector<Rest> rests(const PromptPace& pace) const;
     void order(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const;
+    void order_by_turns(const QueuedPrompt& prompt, std::vector<Rest>& rests) const;
     void order_by_ratio(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const;
     std::vector<double> shares(const QueuedPrompt& prompt, double own_s, const std::vector<Rest>& rests) const;
 

@@ -194,6 +194,7 @@ class Scheduler {
     Demand demand_;
     const std::unique_ptr<const AdmissionOrder> order_;
     FairShare shares_;
+    Turns turns_;
     Roster roster_;
     Pins pins_;
     StepTime step_time_;

@@ -9,8 +9,9 @@
 namespace swiftkv {
 
 // The order of requests. kFcfs goes by arrival alone. The others go by priority first; then kPriority by arrival, kSpf
-// by the least left to compute, kHrrn by the highest response ratio, and kDeadline by the earliest deadline.
-enum class SchedulingPolicy : uint8_t { kFcfs, kPriority, kSpf, kHrrn, kDeadline };
+// by the least left to compute, kHrrn by the highest response ratio, kTurns by the least left to compute and by arrival
+// in turns, and kDeadline by the earliest deadline.
+enum class SchedulingPolicy : uint8_t { kFcfs, kPriority, kSpf, kHrrn, kTurns, kDeadline };
 
 struct SchedulerLimits {
     int block_size;

@@ -13,7 +13,7 @@ namespace swiftkv {
 
 void StepBuilder::admit_oversized_prompt() {
     if (policy_.splits_prompts() || !may_seat()) return;
-    WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
+    WaitingQueue::Cursor waiting = roster_.waiting().in_order(moment_);
     Request* r = waiting.next();
     while (r && is_stuck(*r)) r = waiting.next();
     if (!r || !may_seat(r->priority) || !policy_.is_oversized(*r)) return;
@@ -39,7 +39,7 @@ std::vector<Request*> StepBuilder::prompts_in_part() const {
         if (!r->is_in_step && r->num_remaining() > 1) prompts.push_back(r);
     if (order_.interrupts_prompts())
         std::sort(prompts.begin(), prompts.end(),
-                  [&](const Request* a, const Request* b) { return order_.goes_before(*a, *b, now_s_); });
+                  [&](const Request* a, const Request* b) { return order_.goes_before(*a, *b, moment_); });
     if (shares_.is_shared()) put_back_past_share(prompts);
     return prompts;
 }
@@ -65,7 +65,7 @@ bool StepBuilder::goes_before(const Request& waiting, const Request& prompt) con
         if (shares_.is_past(prompt.flow, waiting.flow)) return true;
         if (shares_.is_past(waiting.flow, prompt.flow)) return false;
     }
-    return order_.interrupts_prompts() && order_.goes_before(waiting, prompt, now_s_);
+    return order_.interrupts_prompts() && order_.goes_before(waiting, prompt, moment_);
 }
 
 void StepBuilder::schedule_prefills() {
@@ -81,7 +81,7 @@ void StepBuilder::schedule_prefills() {
 
 template <class MayGo>
 void StepBuilder::admit_while(MayGo may_go) {
-    WaitingQueue::Cursor waiting = roster_.waiting().in_order(now_s_);
+    WaitingQueue::Cursor waiting = roster_.waiting().in_order(moment_);
     int num_refused = 0;
     const Request* refused = nullptr;  // the first one
     for (int i = 0; i < policy_.max_looks() && !is_closed() && may_seat(); ++i) {
@@ -177,6 +177,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     }
     if (!borrowed_hits.empty()) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
     roster_.start(r);
+    turns_.take(moment_, r.num_remaining());
     refusal_.forget();
     const int num_found = r.table.num_committed;
     policy_.for_each_boundary(r, num_found - 1, num_found,

@@ -24,15 +24,17 @@ namespace swiftkv {
 class StepBuilder {
   public:
     StepBuilder(KvCache& cache, Roster& roster, Pins& pins, const Policy& policy, const AdmissionOrder& order,
-                FairShare& shares, Refusal& refusal, double now_s)
+                FairShare& shares, Turns& turns, Refusal& refusal, double now_s)
         : cache_(cache),
           roster_(roster),
           pins_(pins),
           policy_(policy),
           order_(order),
           shares_(shares),
+          turns_(turns),
           refusal_(refusal),
           now_s_(now_s),
+          moment_(turns.at(now_s)),
           num_begun_(roster.num_begun()),
           budget_left_(policy.token_budget()) {}
 
@@ -115,8 +117,10 @@ class StepBuilder {
     const Policy& policy_;
     const AdmissionOrder& order_;
     FairShare& shares_;
+    Turns& turns_;
     Refusal& refusal_;
     const double now_s_;
+    const Moment moment_;
     const int64_t num_begun_;  // requests, before the step
     int budget_left_;          // tokens
     StepWork work_;            // of the step's rows, without drafts

@@ -152,7 +152,7 @@ bool WaitingQueue::Cursor::open_next_priority() {
     if (it == queue_.lanes_.end()) return false;
     passed_priority_ = std::get<0>(it->first);
     for (; it != queue_.lanes_.end() && std::get<0>(it->first) == passed_priority_; ++it) {
-        if (Request* first = first_free(it->second)) heads_.push_back({queue_.order_.urgency(*first, now_s_), first});
+        if (Request* first = first_free(it->second)) heads_.push_back({queue_.order_.urgency(*first, moment_), first});
     }
     return true;
 }
@@ -184,7 +184,7 @@ Request* WaitingQueue::Cursor::next() {
     });
     Request* found = best->request;
     if (Request* next = queue_.behind(*found)) {
-        *best = {queue_.order_.urgency(*next, now_s_), next};
+        *best = {queue_.order_.urgency(*next, moment_), next};
     } else {
         heads_.erase(best);
     }

@@ -27,7 +27,7 @@ class WaitingQueue {
     // It leaves out those that are held, however many they are.
     class Cursor {
       public:
-        Cursor(const WaitingQueue& queue, double now_s) : queue_(queue), now_s_(now_s) {}
+        Cursor(const WaitingQueue& queue, const Moment& moment) : queue_(queue), moment_(moment) {}
 
         Request* next();  // null: there are no more
 
@@ -42,7 +42,7 @@ class WaitingQueue {
         bool goes_before(const Head& a, const Head& b) const;
 
         const WaitingQueue& queue_;
-        const double now_s_;
+        const Moment moment_;
         int64_t passed_priority_ = std::numeric_limits<int64_t>::min();
         std::vector<Head> heads_;  // of one priority's lanes
     };
@@ -62,7 +62,7 @@ class WaitingQueue {
     // them to where they belong. These are the first of each lane with the first priority that are not held, a few
     // dozen at most. Does nothing where the order does not compare lengths.
     void refresh();
-    Cursor in_order(double now_s) const { return Cursor(*this, now_s); }
+    Cursor in_order(const Moment& moment) const { return Cursor(*this, moment); }
     // Returns all requests, lane by lane.
     std::vector<Request*> all() const;
     // Throws std::runtime_error if an invariant is violated.

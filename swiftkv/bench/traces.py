@@ -39,6 +39,8 @@ class Arrival:
     """The share of the engine that it takes from; traces do not tell."""
     priority: int = 0
     """Its priority in the scheduler; traces do not tell."""
+    conversation: int | None = None
+    """The conversation that it is a turn of, if it is known: the client sends the next turn when it has the answer."""
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""

@@ -25,7 +25,7 @@ _PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.3
 
 benchmarks/README.md compares other values.
 """
-_INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "deadline"})
+_INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "turns", "deadline"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,8 @@ def simulate(
 ) -> Outcome:
     """Serve `arrivals`, ordered by time, that `door` lets in, until the last one's end.
 
-    With `num_clients` their times do not count: each of that many clients sends the next one when it has an answer.
+    With `num_clients` their times do not count: each of that many clients sends a request, waits for the answer, and
+    sends the next turn of the conversation or, at its end, begins with the next request that has no client.
     With `begins_s`, the times at which the steps of a recording began, steps begin then, because an engine also works
     between its steps.
     """
@@ -195,14 +196,18 @@ class EngineRun:
         """The arguments are those of `simulate`."""
         assert num_clients is None or door is None or type(door) is OpenDoor, "clients wait for answers, not refusals"
         accepted = [a for a in arrivals if a.output_tokens and 0 < a.input_tokens + a.output_tokens <= max_model_len]
+        self._next_turn: dict[int, int] = {}
+        firsts = list(range(len(accepted)))
         if num_clients is not None:
-            accepted = [replace(a, time_s=0.0 if i < num_clients else math.inf) for i, a in enumerate(accepted)]
+            firsts, self._next_turn = _conversations(accepted)
+            begun = set(firsts[:num_clients])
+            accepted = [replace(a, time_s=0.0 if i in begun else math.inf) for i, a in enumerate(accepted)]
         self._scheduler = scheduler
         self._step_time = step_time
         self._door = door or OpenDoor()
         self._arrivals = accepted
         self._num_refused = len(arrivals) - len(accepted)
-        self._waiting = deque(enumerate(accepted))
+        self._waiting = deque((i, accepted[i]) for i in firsts)  # turns after the first come with an answer
         self._let_in: list[tuple[int, Arrival]] = []
         self._plan: StepPlan | None = None  # the step in progress
         self._arrival_s = np.array([arrival.time_s for arrival in accepted])
@@ -283,14 +288,14 @@ class EngineRun:
         self._end_s[ended] = now_s
         for request_id in ended.tolist():
             self._door.ended(request_id, now_s)
-        self._send_next(len(ended), now_s)
+        self._send_next(ended.tolist(), now_s)
 
     def give_up_starved(self, now_s: float, max_wait_s: float) -> None:
         """Give up the requests that have waited for borrowed memory longer than `max_wait_s`."""
         starved = self._scheduler.starved(now_s, max_wait_s)
         if starved:
             self._scheduler.abort(np.array(starved, np.uint64))
-            self._send_next(len(starved), now_s)
+            self._send_next(starved, now_s)
 
     def outcome(self) -> Outcome:
         return Outcome(
@@ -323,10 +328,26 @@ class EngineRun:
             flow=arrival.flow,
         )
 
-    def _send_next(self, count: int, now_s: float) -> None:
-        """Let clients that have their answers send the next requests of the trace."""
-        while count and self._waiting and math.isinf(self._waiting[0][1].time_s):
-            request_id, arrival = self._waiting.popleft()
-            self._arrival_s[request_id] = now_s
-            self._add(request_id, arrival)
-            count -= 1
+    def _send_next(self, ended: Sequence[int], now_s: float) -> None:
+        """Let clients whose requests have ended send their next ones."""
+        for request_id in ended:
+            following = self._next_turn.get(request_id)
+            if following is None and self._waiting and math.isinf(self._waiting[0][1].time_s):
+                following, _ = self._waiting.popleft()
+            if following is not None:
+                self._arrival_s[following] = now_s
+                self._add(following, self._arrivals[following])
+
+
+def _conversations(arrivals: Sequence[Arrival]) -> tuple[list[int], dict[int, int]]:
+    """Return the indices of the first turns of all conversations, and what follows each turn but the last."""
+    firsts, following = [], {}
+    last: dict[int, int] = {}
+    for i, arrival in enumerate(arrivals):
+        if arrival.conversation is None or arrival.conversation not in last:
+            firsts.append(i)
+        else:
+            following[last[arrival.conversation]] = i
+        if arrival.conversation is not None:
+            last[arrival.conversation] = i
+    return firsts, following

@@ -124,7 +124,7 @@ class NaivePromptQueue:
 
     def in_turn(self, now_s: float, pace: Pace) -> list[Rest]:
         def place(rest: Rest) -> tuple[float, float]:
-            ranks = {"spf": rest.num_left, "deadline": rest.prompt.deadline_s}
+            ranks = {"spf": rest.num_left, "turns": rest.num_left, "deadline": rest.prompt.deadline_s}
             ratio = (now_s - rest.prompt.arrived_s) / rest.num_left
             return rest.prompt.priority, ranks.get(self.policy, -ratio)
 
@@ -142,6 +142,8 @@ class NaivePromptQueue:
         rests = [self.rest_of(self.prompts[request_id], pace) for request_id in sorted(self.prompts)]
         if self.policy == "hrrn":
             self.order_by_ratio(new, pace, rests)
+        elif self.policy == "turns":
+            self.order_by_turns(new, rests)
         else:
             for rest in rests:
                 rest.before = float(self.is_ahead(rest, new))
@@ -175,6 +177,21 @@ class NaivePromptQueue:
         if self.policy == "spf":
             return is_equal and rest.num_left <= new.num_left
         return is_equal and prompt.deadline_s <= new.deadline_s
+
+    def order_by_turns(self, new: Prompt, rests: list[Rest]) -> None:
+        turns_s, longer = 0.0, []
+        for rest in rests:
+            is_longer = lane(rest.num_left) > lane(new.num_left)
+            rest.before = float((rest.prompt.priority, is_longer) <= (new.priority, False))
+            if rest.prompt.priority == new.priority:
+                if is_longer:
+                    longer.append(rest)
+                else:
+                    turns_s += rest.service_s
+        for rest in longer:
+            taken_s = min(turns_s, rest.service_s)
+            rest.before = taken_s / rest.service_s if rest.service_s else 1.0
+            turns_s -= taken_s
 
     def order_by_ratio(self, new: Prompt, pace: Pace, rests: list[Rest]) -> None:
         """Let the engine compute, a step at a time, until the new prompt would be next."""
@@ -235,6 +252,8 @@ class NaivePromptQueue:
                 return 1 - other.num_left / new.num_left if lane(other.num_left) < lane(new.num_left) else 0.0
             if self.policy == "spf":
                 return float(other.num_left < new.num_left)
+            if self.policy == "turns":
+                return float(lane(other.num_left) < lane(new.num_left))
             if self.policy == "deadline":
                 later_s = (new.deadline_s - new.arrived_s) - (other.deadline_s - other.arrived_s)
                 return min(max(later_s / max(wait_s, 1e-9), 0.0), 1.0)
@@ -242,7 +261,7 @@ class NaivePromptQueue:
 
         span_s = max(new.arrived_s - min(other.arrived_s for other in self.latest), wait_s, 1e-9)
         overtaking_s = sum(part(other) * pace.service_s(other) for other in self.latest)
-        return min(overtaking_s / span_s, MAX_OVERTAKING_PART)
+        return min(overtaking_s / span_s, 0.5 if self.policy == "turns" else MAX_OVERTAKING_PART)
 
 
 def lane(num_left: float) -> int:

@@ -237,6 +237,8 @@ class NaiveScheduler:
         self.preempted: list[int] = []  # that no plan has named yet
         self.num_preemptions = 0
         self.num_begun = 0
+        self.oldest_lack = 0  # how many more tokens the shortest requests got, with `turns`
+        self.is_turn_of_oldest = False
         self.num_displaced = [0] * NUM_CLASSES
         self.num_planned = self.num_settled = 0
         self.pins: dict[int, list[list[Prefix | None]]] = {}  # blocks that are kept, per group; the oldest first
@@ -302,16 +304,16 @@ class NaiveScheduler:
     # ---- the order of those that wait ----
 
     def is_by_length(self) -> bool:
-        return self.setup.scheduling_policy in ("spf", "hrrn")
+        return self.setup.scheduling_policy in ("spf", "hrrn", "turns")
 
     def left(self, request: NaiveRequest) -> int:
         return request.left(self.setup.block_size)
 
     def lane(self, request: NaiveRequest) -> int:
-        return self.left(request).bit_length() if self.setup.scheduling_policy == "hrrn" else 0
+        return self.left(request).bit_length() if self.setup.scheduling_policy in ("hrrn", "turns") else 0
 
     def interrupts_prompts(self) -> bool:
-        return self.setup.scheduling_policy in ("spf", "hrrn", "deadline")
+        return self.setup.scheduling_policy in ("spf", "hrrn", "turns", "deadline")
 
     def order_in_lane(self, request: NaiveRequest) -> tuple[float, int]:
         ranks = {"spf": self.left(request), "deadline": request.deadline_s}
@@ -321,7 +323,8 @@ class NaiveScheduler:
         """Return what orders requests of different lanes, and prompts that are computed in part."""
         left, (priority, arrival) = self.left(request), request.order
         waited_s = self.now_s - request.arrival_s
-        urgencies = {"spf": -left, "hrrn": waited_s / left, "deadline": -request.deadline_s}
+        by_turns = -arrival if self.is_turn_of_oldest else -left
+        urgencies = {"spf": -left, "hrrn": waited_s / left, "turns": by_turns, "deadline": -request.deadline_s}
         urgency = urgencies.get(self.setup.scheduling_policy, -arrival)
         return priority, -urgency, left, arrival
 
@@ -504,6 +507,7 @@ class NaiveScheduler:
         if self.open and self.must_commit:
             return self.plan
         self.must_commit = self.has_refused = False
+        self.is_turn_of_oldest = self.oldest_lack > 0
         num_preempted = len(self.preempted)
         self.budget = self.setup.max_num_batched_tokens
         self.displaced: list[NaiveRequest] = []  # in this step
@@ -787,6 +791,7 @@ class NaiveScheduler:
         request.expected = 0
         request.begun = self.num_begun
         self.num_begun += 1
+        self.oldest_lack += -request.remaining() if self.is_turn_of_oldest else request.remaining()
         self.running = sorted([*self.running, request], key=lambda r: r.order)
         if not request.admitted:
             request.admitted = True

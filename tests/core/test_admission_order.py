@@ -39,6 +39,7 @@ def finish_order(e: Engine) -> list[int]:
         ("fcfs", [1, 2, 3, 4]),
         ("priority", [3, 4, 1, 2]),  # and by arrival among equals
         ("spf", [4, 3, 2, 1]),
+        ("turns", [3, 4, 2, 1]),  # it is the turn of the oldest, then of the others
         ("hrrn", [4, 3, 2, 1]),
     ],
 )
@@ -64,14 +65,16 @@ def test_hrrn_compares_ratios_of_waiting_to_length(waited_s: float, first: int) 
     assert finish_order(e)[1] == first
 
 
-def test_what_is_cached_does_not_count() -> None:
-    e = engine("spf")
+@pytest.mark.parametrize("policy", ["hrrn", "spf"])
+def test_what_is_cached_does_not_count(policy: SchedulingPolicy) -> None:
+    e = engine(policy)
     e.add(0, prompt(60, 1), max_tokens=1)
     e.drain()
     e.add(1, prompt(8, 0), max_tokens=2)
     e.step()
     e.add(2, prompt(20, 2), max_tokens=1)
     e.add(3, [*prompt(60, 1), 5], max_tokens=1)
+    e.now_s = 1.0
     assert finish_order(e)[2:] == [3, 2]
 
 
@@ -182,7 +185,7 @@ def test_few_are_tried_for_whom_there_is_no_room() -> None:
     e.drain()
 
 
-@pytest.mark.parametrize("policy", ["hrrn", "priority", "fcfs"])
+@pytest.mark.parametrize("policy", ["hrrn", "turns", "priority", "fcfs"])
 @pytest.mark.parametrize("num_blocks", [64, 24])
 def test_nobody_waits_for_ever(policy: SchedulingPolicy, num_blocks: int) -> None:
     """Short requests come faster than they are served, and each leaves room that the next one takes."""
@@ -230,6 +233,17 @@ def test_shortest_first_may_let_a_long_request_wait() -> None:
     e.drain()
 
 
+def test_in_turns_the_oldest_and_the_shortest_have_as_many_tokens_computed() -> None:
+    e = engine("turns", num_blocks=256, max_num_batched_tokens=128)
+    for i in range(4):
+        e.add(i, prompt(100, i), max_tokens=1)
+    for i in range(4, 40):
+        e.add(i, prompt(10, i), max_tokens=1)
+    order = finish_order(e)
+    assert [order.index(i) for i in range(4)] == [1, 12, 23, 34]
+    assert [i for i in order if i >= 4] == list(range(4, 40))
+
+
 def test_an_unknown_policy_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="scheduling_policy is fcfs, priority, spf, hrrn or deadline, not lifo"):
+    with pytest.raises(ValueError, match="scheduling_policy is fcfs, priority, spf, hrrn, turns or deadline, not lifo"):
         _core.Scheduler([_core.GroupSpec(1, 64)], 4, 4, 64, 128, scheduling_policy="lifo")  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def displaced(plan: _core.StepPlan | None) -> list[int]:
 # ---- who leaves ----
 
 
-@pytest.mark.parametrize("policy", ["hrrn", "spf", "deadline", "priority"])
+@pytest.mark.parametrize("policy", ["hrrn", "spf", "turns", "deadline", "priority"])
 def test_a_prompt_that_is_computed_in_part_leaves_before_answers(policy: SchedulingPolicy) -> None:
     e = engine(max_num_batched_tokens=8, policy=policy)
     e.add(1, prompt(4, 1), max_tokens=20, priority=BATCH)
@@ -297,7 +297,7 @@ class Crowd:
     max_num_seqs=st.integers(1, 3),
     max_num_batched_tokens=st.integers(4, 32),
     enable_prefix_caching=st.booleans(),
-    policy=st.sampled_from(["hrrn", "spf", "deadline", "priority"]),
+    policy=st.sampled_from(["hrrn", "spf", "turns", "deadline", "priority"]),
     is_ahead=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
@@ -346,7 +346,7 @@ def test_every_request_ends_and_little_is_computed_again(
         max_size=12,
     ),
     max_num_seqs=st.integers(1, 3),
-    policy=st.sampled_from(["hrrn", "spf", "deadline", "priority"]),
+    policy=st.sampled_from(["hrrn", "spf", "turns", "deadline", "priority"]),
 )
 @settings(max_examples=100, deadline=None)
 def test_nobody_waits_while_batch_work_runs_that_could_leave(

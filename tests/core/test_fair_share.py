@@ -95,7 +95,7 @@ REQUESTS = st.lists(
     REQUESTS,
     st.lists(st.sampled_from([0.5, 1.0, 1.0, 4.0]), min_size=4, max_size=4),
     st.sampled_from([8, 16, 64]),
-    st.sampled_from(["hrrn", "spf", "deadline", "priority", "fcfs"]),
+    st.sampled_from(["hrrn", "spf", "turns", "deadline", "priority", "fcfs"]),
 )
 def test_two_flows_that_both_wait_get_alike(
     requests: list[tuple[int, int, int, int]], weights: list[float], slack: int, policy: SchedulingPolicy
@@ -141,7 +141,7 @@ def test_flows_that_always_wait_get_their_parts(weights: list[float], part: floa
     assert tokens[0] / sum(tokens) == pytest.approx(part, abs=0.02)
 
 
-@pytest.mark.parametrize("policy", ["hrrn", "spf", "deadline", "priority", "fcfs"])
+@pytest.mark.parametrize("policy", ["hrrn", "spf", "turns", "deadline", "priority", "fcfs"])
 def test_who_comes_now_and_then_does_not_wait_behind_a_flood(policy: SchedulingPolicy) -> None:
     sharing = Sharing(16, [1.0, 1.0], policy)
     for _ in range(300):
@@ -161,7 +161,7 @@ def test_who_comes_now_and_then_does_not_wait_behind_a_flood(policy: SchedulingP
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.sampled_from(["hrrn", "spf", "deadline", "priority", "fcfs"]), st.sampled_from([8, 16]), st.data())
+@given(st.sampled_from(["hrrn", "spf", "turns", "deadline", "priority", "fcfs"]), st.sampled_from([8, 16]), st.data())
 def test_a_prompt_in_part_of_who_is_past_its_share_goes_on_behind_others(
     policy: SchedulingPolicy, slack: int, data: st.DataObject
 ) -> None:

@@ -42,7 +42,7 @@ def setups(draw: st.DrawFn) -> Setup:
         long_prefill_token_threshold=draw(st.none() | st.integers(1, 16)),
         max_num_partial_prefills=draw(st.none() | st.integers(1, 3)),
         max_long_partial_prefills=draw(st.integers(1, 2)),
-        scheduling_policy=draw(st.sampled_from(["hrrn", "hrrn", "spf", "deadline", "priority", "fcfs"])),
+        scheduling_policy=draw(st.sampled_from(["hrrn", "hrrn", "spf", "turns", "deadline", "priority", "fcfs"])),
     )
 
 

@@ -320,7 +320,7 @@ def test_a_request_that_is_held_lets_others_by() -> None:
 
 
 @pytest.mark.parametrize("priority", [-1, 0], ids=["of another priority", "of one priority"])
-@pytest.mark.parametrize("policy", ["hrrn", "spf", "deadline", "priority", "fcfs"])
+@pytest.mark.parametrize("policy", ["hrrn", "spf", "turns", "deadline", "priority", "fcfs"])
 def test_requests_that_are_held_hide_nobody_however_many_they_are(policy: SchedulingPolicy, priority: int) -> None:
     e = StorageEngine(replace(DENSE, scheduling_policy=policy))
     held = range(300)

@@ -294,7 +294,7 @@ class History:
             "kv_bytes": num_blocks * self._block_bytes,
             "max_num_seqs": rng.choice([2, 4, 8, 16]),
             "max_num_batched_tokens": rng.choice([16, 17, 33, 64, 100, 256]),
-            "scheduling_policy": rng.choice(["fcfs", "priority", "spf", "hrrn", "deadline"]),
+            "scheduling_policy": rng.choice(["fcfs", "priority", "spf", "hrrn", "turns", "deadline"]),
             "async_scheduling": rng.random() < 0.4,
             "shares_extents": num_groups > 1 and rng.random() < 0.5,
             "max_pinned_share": rng.choice([0.25, 0.9]),

@@ -94,7 +94,7 @@ def test_short_prompts_pass_long_ones_until_these_have_waited() -> None:
     assert ttft_s(of, NewPrompt(5000), 1000.0) > 45  # which a prompt of a quarter would overtake after 333 s
 
 
-@pytest.mark.parametrize("policy", ["priority", "spf", "hrrn", "deadline"])
+@pytest.mark.parametrize("policy", ["priority", "spf", "hrrn", "turns", "deadline"])
 def test_who_matters_more_goes_first(policy: SchedulingPolicy) -> None:
     of = forecast(policy)
     for request_id in range(4):
@@ -129,7 +129,7 @@ def test_without_memory_one_waits_for_an_answer_to_end() -> None:
     assert ttft_s(of, NewPrompt(50), 1.1) < 0.2
 
 
-@pytest.mark.parametrize("policy", ["priority", "spf", "hrrn", "deadline"])
+@pytest.mark.parametrize("policy", ["priority", "spf", "hrrn", "turns", "deadline"])
 def test_work_of_a_lower_class_leaves_its_slot_and_its_memory(policy: SchedulingPolicy) -> None:
     of = forecast(policy, max_num_seqs=2)
     of.pool_tokens = 1000

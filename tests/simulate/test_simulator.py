@@ -130,3 +130,12 @@ def test_clients_send_their_next_request_when_they_have_an_answer() -> None:
     assert outcome.ttft_s == pytest.approx([0.5] * 4)
     together = simulate(scheduler(), MAX_MODEL_LEN, lambda plan: 1e-3 * len(plan.token_ids), arrivals, num_clients=2)
     assert together.arrival_s == pytest.approx([0.0, 0.0, 1.0, 1.0])
+
+
+def test_a_client_sends_the_turns_of_a_conversation_before_it_begins_another() -> None:
+    conversations = [7, None, 8, 7, 8, 7]
+    arrivals = [Arrival(0.0, 500, 1, (i,), conversation=of) for i, of in enumerate(conversations)]
+    outcome = simulate(scheduler(), MAX_MODEL_LEN, lambda plan: 1e-3 * len(plan.token_ids), arrivals, num_clients=1)
+    assert np.argsort(outcome.arrival_s).tolist() == [0, 3, 5, 1, 2, 4]
+    both = simulate(scheduler(), MAX_MODEL_LEN, lambda plan: 1e-3 * len(plan.token_ids), arrivals, num_clients=2)
+    assert both.arrival_s == pytest.approx([0.0, 0.0, 1.0, 1.0, 2.0, 2.0])

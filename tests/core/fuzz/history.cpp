@@ -25,7 +25,7 @@ constexpr int kNumOperations = 16, kNumOperationsWithParts = 24, kNumOperationsW
 const std::vector<std::vector<int>> kBlocksPerExtent{{1, 2}, {2, 1}, {2, 3}, {3, 1}, {3, 2}, {4, 1}, {1, 1}, {1, 2, 2}};
 
 constexpr std::array kPolicies{SchedulingPolicy::kPriority, SchedulingPolicy::kHrrn, SchedulingPolicy::kSpf,
-                               SchedulingPolicy::kFcfs};
+                               SchedulingPolicy::kFcfs, SchedulingPolicy::kTurns};
 
 // Makes two or three groups share extents. An extent has the same number of bytes in every group.
 void share_extents(Setup& setup, Bytes& in) {

@@ -68,7 +68,7 @@ REQUEST, REQUESTS, ROSTER = "core/request.h", "core/request.cpp", "core/roster.c
 REFUSAL, BUILDER, POLICY = "core/refusal.cpp", "core/step_builder.cpp", "core/policy.cpp"
 PLAN, TREE, SET = "core/plan_writer.cpp", "core/prefix_index.cpp", "core/free_set.h"
 BUILDER_H = "core/step_builder.h"
-ORDER, QUEUE = "core/admission_order.cpp", "core/waiting_queue.cpp"
+ORDER, ORDER_H, QUEUE = "core/admission_order.cpp", "core/admission_order.h", "core/waiting_queue.cpp"
 SHARES = "core/fair_share.h"
 STEP_TIME = "core/step_time.cpp"
 PATHS = "core/paths.cpp"
@@ -876,13 +876,24 @@ MUTANTS = [
     one(
         "who comes later takes all of a wait",
         PROMPT_QUEUE,
-        "return std::min(overtaking_s / span_s, kMaxOvertakingPart);",
+        "return std::min(overtaking_s / span_s, most);",
         "return overtaking_s / span_s;",
     ),
     # The order of those that wait.
-    one("lengths count, not waiting", ORDER, "(now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
+    one("lengths count, not waiting", ORDER, "(moment.now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
+    one("it is never the turn of the oldest", ORDER_H, "oldest_lack_tokens_ > 0", "false"),
+    one("a turn of the oldest does not count", ORDER_H, "is_turn_of_oldest ? -num_tokens :", "is_turn_of_oldest ? 0 :"),
+    one("a forecast lets no longer prompt take turns", PROMPT_QUEUE, "turns_s += rests[i].service_s;", "{}"),
+    one("a longer prompt takes all turns", PROMPT_QUEUE, "turns_s -= taken_s;", ""),
     one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
-    one("all lengths are one lane", ORDER, "return lane_of(r.num_left());", "return 0 * r.num_left();"),
+    one(
+        "all lengths are one lane",
+        ORDER,
+        "// Lanes are those of ShortestAndOldestInTurns.\nclass HighestRatioFirst : public AdmissionOrder {\n"
+        "    int lane(const Request& r) const override { return lane_of(r.num_left()); }",
+        "class HighestRatioFirst : public AdmissionOrder {\n"
+        "    int lane(const Request& r) const override { return 0 * r.num_left(); }",
+    ),
     one("what is cached counts", QUEUE, "    r.num_expected = num_known(r) * cache_.block_size();\n", ""),
     one("what comes to be cached counts", QUEUE, "num_moves += refresh(request);", ""),
     one(

@@ -65,7 +65,7 @@ TEST(where_nobody_waits_the_last_that_did_counts) {
 // Returns the waiting requests in the order in which a step would look at them.
 std::vector<RequestId> in_order(Parts& parts) {
     std::vector<RequestId> ids;
-    WaitingQueue::Cursor waiting = parts.roster.waiting().in_order(1.0);
+    WaitingQueue::Cursor waiting = parts.roster.waiting().in_order({1.0});
     while (const Request* r = waiting.next()) ids.push_back(r->id);
     return ids;
 }
