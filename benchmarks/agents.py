@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 import numpy as np
 from lending_node import say
-from policies import compared, serve
+from policies import compared, draw, serve
 
 from swiftkv.bench.traces import Arrival
 from swiftkv.policies import SchedulingPolicy
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--pool-tokens", type=int, nargs="+", default=[200_000, 400_000, 600_000])
     parser.add_argument("--seqs", type=int, default=100, help="max_num_seqs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="draw the times to the first token with the last pool here")
     args = parser.parse_args()
     args.block_size, args.target_s = _BLOCK_TOKENS, None
     rng = np.random.default_rng(args.seed)
@@ -60,6 +62,8 @@ def main() -> None:
         outcomes = {policy: serve(policy, arrivals, settings, args.clients) for policy in _POLICIES}
         say(f"\na pool of {pool_tokens:,} tokens, {args.clients} clients\n")
         say(compared(outcomes))
+        if args.plot is not None:
+            draw(outcomes, f"agents, {args.clients} clients, a cache of {pool_tokens:,} tokens", args.plot)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.simulator import Outcome, simulate
 
 _MAX_MODEL_LEN = 16_384
+_COLOURS: dict[SchedulingPolicy, str] = {"fcfs": "#9aa5b1", "spf": "#f0b35b", "hrrn": "#2f7ebc", "turns": "#4f9d69"}
 
 
 def step_s(plan: _core.StepPlan) -> float:
@@ -84,6 +85,26 @@ def compared(outcomes: dict[SchedulingPolicy, Outcome]) -> str:
     return table(("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s"), rows)
 
 
+def draw(outcomes: dict[SchedulingPolicy, Outcome], title: str, file: Path) -> None:
+    """Draw how many requests had their first token by when. Needs matplotlib: `pip install swiftkv[bench]`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for policy, colour in _COLOURS.items():
+        ttft_s = np.sort(outcomes[policy].ttft_s)
+        axes.plot(ttft_s, 100 * np.arange(1, len(ttft_s) + 1) / len(ttft_s), color=colour, label=policy)
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds to the first token")
+    axes.set_ylabel("% of the requests")
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="upper left", frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=110)
+
+
 def main() -> None:
     parser = trace_parser(__doc__)
     parser.add_argument("--block-size", type=int, default=16)
@@ -91,11 +112,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--target-s", type=float, help="target_tpot; default: off")
     parser.add_argument("--out", type=Path, help="write the times to the first token here, as JSON")
+    parser.add_argument("--plot", type=Path, help="draw the times to the first token here")
     args = parser.parse_args()
     arrivals = [shortened(arrival, args.shrink) for arrival in read_trace(args.trace)[: args.requests]]
     policies: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
     outcomes = {policy: serve(policy, arrivals, args, args.clients) for policy in policies}
     say(compared(outcomes))
+    if args.plot is not None:
+        draw(outcomes, f"chats, {args.clients} clients", args.plot)
     if args.out is not None:
         args.out.write_text(
             json.dumps({policy: outcome.ttft_s.tolist() for policy, outcome in outcomes.items()}) + "\n"
