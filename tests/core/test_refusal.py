@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import pytest
 from kv_oracle import Engine
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
 from naive_scheduler import Setup
@@ -151,3 +153,37 @@ def test_a_prompt_that_must_be_whole_is_matched_again_when_a_step_has_more_room_
     assert matches(e.scheduler) == before + 1
     e.drain()
     assert sorted(e.finished) == [1, 2]
+
+
+@pytest.mark.parametrize("first", [0, 50])
+def test_matches_that_become_shorter_while_prompts_wait(first: int) -> None:
+    """A prompt that has lost the tail of its match begins earlier, and may find room that way: it holds no tail."""
+    for seed in range(first, first + 50):
+        rng = random.Random(seed)
+        size, window = rng.choice([2, 4]), rng.choice([3, 5, 8, 9, 12])
+        longest = rng.choice([24, 32, 40])
+        held = min(longest // size, math.ceil((window - 1) / size) + 2)
+        groups = ((1, longest // size + rng.randint(0, 10), 0), (1, held + rng.randint(0, 6), window))
+        seqs, budget = rng.choice([3, 5, 8]), rng.choice([8, 16, 32])
+        policy = rng.choice(["fcfs", "priority", "hrrn", "spf"])
+        interval = rng.choice([None, None, 2 * size])
+        setup = Setup(groups, size, seqs, budget, longest, retention_interval=interval, scheduling_policy=policy)
+        churn(Engine(setup), rng)
+
+
+def churn(e: Engine, rng: random.Random) -> None:
+    """Let requests that begin like one of two documents come, go on and be aborted."""
+    documents = [[rng.randrange(1000) for _ in range(e.setup.max_model_len)] for _ in range(2)]
+    for request_id in range(70):
+        event = rng.random()
+        if event < 0.3 and len(e.requests) < 7:
+            kept, added = rng.choice([0, 8, 12, 16, 20, 24]), rng.choice([1, 4, 8, 12])
+            tokens = [*rng.choice(documents)[:kept], *(rng.randrange(1000) for _ in range(added))]
+            tokens = tokens[: e.setup.max_model_len - 2]
+            e.add(request_id, tokens, max_tokens=rng.choice([1, 1, e.setup.max_model_len - len(tokens)]))
+        elif event < 0.36 and e.requests:
+            e.abort(rng.choice(sorted(e.requests)))
+        else:
+            e.now_s += rng.choice([0.0, 0.0, 0.5])
+            e.step()
+    e.drain()
