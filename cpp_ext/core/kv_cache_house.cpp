@@ -279,7 +279,7 @@ void KvCache::claim(int g, BlockId first, int num_blocks) {
 
 bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                       std::span<BlockTable* const> tables) {
-    // Copies are made layer by layer, so their sources and targets must stay where they are.
+    // Moves come before copies, and a block that is copied may be free already: who took its place may be preempted.
     if (!house_ || has_copies()) return false;
     const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, {spare});
     if (spare_extents(wanted, true) < 0 || spare_extents(wanted, false) >= 0) return false;

@@ -19,7 +19,7 @@ from pathlib import Path
 import nanobind
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "cpp_ext"
+SOURCES = Path(os.environ.get("SWIFTKV_SOURCES", ROOT / "cpp_ext"))
 HARNESS = ROOT / "tests/core/fuzz"
 OBJECTS = ROOT / "build/core_tests"
 HARNESS_INCLUDES = f"-I{SOURCES / 'core'}"

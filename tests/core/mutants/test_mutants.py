@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from core_build import ROOT, extension_build
+from core_build import ROOT, SOURCES, extension_build
 from mutants import MUTANTS, Mutant
 
 # In the order in which they cost time: most mutants die early.
@@ -45,7 +45,8 @@ TESTS = {
             "lending_random",
             "scheduler_states",
         )
-    ],
+    ]
+    + ["tests/core/parts"],
     "lease": ["tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py"],
     "tier": [
         "tests/tier/test_rates.py",
@@ -81,13 +82,17 @@ def test_the_sources_have_what_a_mutant_changes(mutant: Mutant) -> None:
         assert (mutant.sources / edit.file).read_text().count(edit.old) == 1, edit.old
 
 
-def run_tests(files: Sequence[str], built: Path) -> subprocess.CompletedProcess[str]:
-    """Run tests so that they, and the processes that they start, take what is built from its directory."""
+def run_tests(files: Sequence[str], built: Path, sources: Path = SOURCES) -> subprocess.CompletedProcess[str]:
+    """Run tests so that they, and the processes that they start, take what is built from its directory.
+
+    C++ tests are built from `sources`.
+    """
     site = built / "site"
     site.mkdir()
     shutil.copyfile(ROOT / "tests/support/extensions.py", site / "sitecustomize.py")
     environment = os.environ | {
         "SWIFTKV_EXTENSIONS": str(built),
+        "SWIFTKV_SOURCES": str(sources),
         "PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CI": "1",  # the same examples each time
     }
@@ -112,7 +117,10 @@ def test_a_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     mutant.write(sources)
     if not mutant.is_python:
         extension_build(sources).extension(mutant.room, tmp_path)
-    done = run_tests(TESTS[mutant.room], sources if mutant.is_python else tmp_path)
+    if mutant.is_python:
+        done = run_tests(TESTS[mutant.room], sources)
+    else:
+        done = run_tests(TESTS[mutant.room], tmp_path, sources)
     assert done.returncode != 0, "no test notices"
     begun = re.findall(r"^(tests/\S+::\S+)", done.stdout, re.MULTILINE)
     assert begun, f"no test began:\n{done.stdout}{done.stderr}"
