@@ -101,10 +101,11 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=300)
     parser.add_argument("--pool-tokens", type=int, nargs="+", default=[200_000, 400_000, 600_000])
     parser.add_argument("--seqs", type=int, default=100, help="max_num_seqs")
+    parser.add_argument("--target-s", type=float, help="target_tpot; default: off")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="draw the times to the first token with the last pool here")
     args = parser.parse_args()
-    args.block_size, args.target_s = _BLOCK_TOKENS, None
+    args.block_size = _BLOCK_TOKENS
     rng = np.random.default_rng(args.seed)
     conversations = [conversation(number, rng, args.shrink) for number in range(args.conversations)]
     arrivals = [turn for turns in conversations for turn in turns]
