@@ -311,7 +311,7 @@ def test_waiting_for_a_place_is_late_and_does_not_count(clock: Clock) -> None:
     """The calls that hold the places are still within their time."""
     medium = HangingMedium()
     guard = GuardedMedium(medium, Breaker(clock), clock)
-    readers = [threading.Thread(target=read, args=(guard, 60.0)) for _ in range(2)]
+    readers = [threading.Thread(target=read, args=(guard, 60.0), daemon=True) for _ in range(2)]
     for reader in readers:
         reader.start()
         assert medium.has_begun.acquire(timeout=60)
@@ -327,7 +327,7 @@ def test_waiting_for_a_place_is_late_and_does_not_count(clock: Clock) -> None:
 def test_a_call_that_does_not_come_back_is_seen_though_there_are_places_left(clock: Clock) -> None:
     medium = HangingMedium()
     guard = GuardedMedium(medium, Breaker(clock), clock)
-    reader = threading.Thread(target=read, args=(guard, 60.0))
+    reader = threading.Thread(target=read, args=(guard, 60.0), daemon=True)
     reader.start()
     assert medium.has_begun.acquire(timeout=60)
     clock.now_s += 60.5
@@ -343,7 +343,7 @@ def test_a_call_that_does_not_come_back_is_seen_though_there_are_places_left(clo
 def test_calls_that_do_not_come_back_open_it(clock: Clock) -> None:
     medium = HangingMedium()
     guard = GuardedMedium(medium, Breaker(clock), clock)
-    readers = [threading.Thread(target=read, args=(guard, 60.0)) for _ in range(2)]
+    readers = [threading.Thread(target=read, args=(guard, 60.0), daemon=True) for _ in range(2)]
     for reader in readers:
         reader.start()
         assert medium.has_begun.acquire(timeout=60)
