@@ -24,8 +24,8 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from lending_node import quantile, say, table
-from policies import compared, draw, serve
+from lending_node import say, table
+from policies import COLUMNS, compared, draw, rates, serve, ttft_figures
 
 from swiftkv.bench.client import Target, TimedAnswer, send
 from swiftkv.bench.traces import Arrival
@@ -84,12 +84,12 @@ def ask_servers(servers: Sequence[str], model: str, conversations: Sequence[list
         begin_s = time.perf_counter()
         answers = asyncio.run(talk(url, model, conversations, num_clients))
         elapsed_s = time.perf_counter() - begin_s
-        ttft_s, num_tokens = [a.ttft_s for a in answers], sum(a.num_prompt_tokens for a in answers)
-        figures = (float(np.mean(ttft_s)), *(quantile(ttft_s, part) for part in (0.5, 0.9, 0.99, 1.0)))
-        cached = sum(a.num_cached_tokens for a in answers) / num_tokens
-        rows.append((name, *(f"{s:.2f}" for s in figures), f"{cached:.1%}", f"{num_tokens / elapsed_s:,.0f}"))
+        num_cached = sum(answer.num_cached_tokens for answer in answers)
+        num_tokens = sum(answer.num_prompt_tokens for answer in answers)
+        figures = ttft_figures([answer.ttft_s for answer in answers])
+        rows.append((name, *(f"{value:.2f}" for value in figures), *rates(num_cached, num_tokens, elapsed_s)))
         say(f"{name}: {len(answers)} answers in {elapsed_s:.0f} s")
-    say("\n" + table(("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s"), rows))
+    say("\n" + table(COLUMNS, rows))
 
 
 def main() -> None:
@@ -119,8 +119,8 @@ def main() -> None:
         outcomes = {policy: serve(policy, arrivals, settings, args.clients) for policy in _POLICIES}
         say(f"\na pool of {pool_tokens:,} tokens, {args.clients} clients\n")
         say(compared(outcomes))
-        if args.plot is not None:
-            draw(outcomes, f"agents, {args.clients} clients, a cache of {pool_tokens:,} tokens", args.plot)
+    if args.plot is not None:
+        draw(outcomes, f"agents, {args.clients} clients, a cache of {pool_tokens:,} tokens", args.plot)
 
 
 if __name__ == "__main__":

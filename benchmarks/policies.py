@@ -26,6 +26,7 @@ from swiftkv.bench.traces import BLOCK_TOKENS, Arrival, read_trace
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.simulate.simulator import Outcome, simulate
 
+COLUMNS = ("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s")
 _MAX_MODEL_LEN = 16_384
 _COLOURS: dict[SchedulingPolicy, str] = {"fcfs": "#9aa5b1", "spf": "#f0b35b", "hrrn": "#2f7ebc", "turns": "#4f9d69"}
 
@@ -67,22 +68,24 @@ def trace_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def ttft_figures(outcome: Outcome) -> tuple[float, ...]:
-    ttft_s = outcome.ttft_s.tolist()
-    return float(np.mean(ttft_s)), *(quantile(ttft_s, part) for part in (0.5, 0.9, 0.99, 1.0))
+def ttft_figures(ttft_s: Sequence[float]) -> list[float]:
+    return [float(np.mean(ttft_s)), *(quantile(ttft_s, part) for part in (0.5, 0.9, 0.99, 1.0))]
+
+
+def rates(num_cached: float, num_tokens: float, elapsed_s: float) -> list[str]:
+    """Return the part of prompt tokens that was cached, and the prompt tokens a second."""
+    return [f"{num_cached / num_tokens:.1%}", f"{num_tokens / elapsed_s:,.0f}"]
 
 
 def compared(outcomes: dict[SchedulingPolicy, Outcome]) -> str:
     """Return a table with a row for each policy."""
-    base = ttft_figures(outcomes["fcfs"])
+    figures = {policy: ttft_figures(outcome.ttft_s.tolist()) for policy, outcome in outcomes.items()}
     rows = []
     for policy, outcome in outcomes.items():
-        seconds = [f"{value:.2f}" for value in ttft_figures(outcome)]
-        ratios = [f"x {value / at:.2f}" for value, at in zip(ttft_figures(outcome), base, strict=True)]
-        num_tokens = outcome.input_tokens.sum()
-        rates = (f"{outcome.cached_tokens.sum() / num_tokens:.1%}", f"{num_tokens / outcome.end_s.max():,.0f}")
-        rows.append((policy, *(f"{s} ({r})" for s, r in zip(seconds, ratios, strict=True)), *rates))
-    return table(("", "mean", "P50", "P90", "P99", "longest", "cached", "tok/s"), rows)
+        pairs = zip(figures[policy], figures["fcfs"], strict=True)
+        of_all = rates(outcome.cached_tokens.sum(), outcome.input_tokens.sum(), outcome.end_s.max())
+        rows.append((policy, *(f"{value:.2f} (x {value / base:.2f})" for value, base in pairs), *of_all))
+    return table(COLUMNS, rows)
 
 
 def draw(outcomes: dict[SchedulingPolicy, Outcome], title: str, file: Path) -> None:

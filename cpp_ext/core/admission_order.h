@@ -52,7 +52,7 @@ class AdmissionOrder {
 };
 
 // Returns the lane of a request under `hrrn` and `turns`: lengths in lane n are below 2^n and at least half of that.
-constexpr int lane_of(int num_left) {
+constexpr int lane_of(double num_left) {
     return std::bit_width(static_cast<unsigned>(num_left));
 }
 

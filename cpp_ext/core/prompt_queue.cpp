@@ -20,10 +20,6 @@ constexpr double kPartOfTurns = 0.5;  // of the time, when prompts take turns wi
 constexpr double kNoTime = 1e-9;      // counts as 0 seconds, or 0 tokens
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-int lane(double num_left) {
-    return lane_of(static_cast<int>(num_left));
-}
-
 }  // namespace
 
 double PromptPace::step_s() const {
@@ -204,12 +200,12 @@ void PromptQueue::order(const QueuedPrompt& prompt, const PromptPace& pace, std:
 // Prompts of a lower priority number and, among equal ones, those that are not longer go first. Meanwhile as much of
 // the longer ones is computed, the oldest first.
 void PromptQueue::order_by_turns(const QueuedPrompt& prompt, std::vector<Rest>& rests) const {
-    const int own_lane = lane(prompt.num_left);
+    const int own_lane = lane_of(prompt.num_left);
     double turns_s = 0;
     std::vector<Rest*> longer;
     for (size_t i = 0; i < rests.size(); ++i) {
         const int64_t priority = entries_[i].prompt.priority;
-        const bool is_longer = lane(rests[i].num_left) > own_lane;
+        const bool is_longer = lane_of(rests[i].num_left) > own_lane;
         rests[i].before = priority < prompt.priority || (priority == prompt.priority && !is_longer);
         if (priority == prompt.priority && is_longer) longer.push_back(&rests[i]);
         if (priority == prompt.priority && !is_longer) turns_s += rests[i].service_s;
@@ -283,17 +279,17 @@ std::vector<double> PromptQueue::shares(const QueuedPrompt& prompt, double own_s
 
 double PromptQueue::overtaking_part(const QueuedPrompt& prompt, const PromptPace& pace, double wait_s) const {
     if (policy_ == SchedulingPolicy::kFcfs || latest_.size() < 2) return 0;
-    const int own_lane = lane(prompt.num_left);
+    const int own_lane = lane_of(prompt.num_left);
     const auto part_of = [&](const QueuedPrompt& other) -> double {
         if (other.priority < prompt.priority) return 1;
         if (other.priority > prompt.priority || other.flow != prompt.flow) return 0;
         switch (policy_) {
             case SchedulingPolicy::kHrrn:  // the part of the prompt's wait during which it can be overtaken
-                return lane(other.num_left) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
+                return lane_of(other.num_left) < own_lane ? 1 - other.num_left / prompt.num_left : 0;
             case SchedulingPolicy::kSpf:
                 return other.num_left < prompt.num_left;
             case SchedulingPolicy::kTurns:
-                return lane(other.num_left) < own_lane;
+                return lane_of(other.num_left) < own_lane;
             case SchedulingPolicy::kDeadline: {
                 const double later_s = (prompt.deadline_s - prompt.arrived_s) - (other.deadline_s - other.arrived_s);
                 return std::clamp(later_s / std::max(wait_s, 1e-9), 0.0, 1.0);

@@ -115,11 +115,10 @@ def test_the_sources_pass(room: str, tmp_path: Path) -> None:
 def test_a_mutant_is_killed(mutant: Mutant, tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     mutant.write(sources)
-    if not mutant.is_python:
-        extension_build(sources).extension(mutant.room, tmp_path)
     if mutant.is_python:
         done = run_tests(TESTS[mutant.room], sources)
     else:
+        extension_build(sources).extension(mutant.room, tmp_path)
         done = run_tests(TESTS[mutant.room], tmp_path, sources)
     assert done.returncode != 0, "no test notices"
     begun = re.findall(r"^(tests/\S+::\S+)", done.stdout, re.MULTILINE)
