@@ -128,6 +128,11 @@ class SchedulerStats:
     prefix_hit_tokens_total: Final[int]
     borrowed_hit_tokens_total: Final[int]
     window_missed_tokens_total: Final[int]
+    drafts_total: Final[int]
+    """Rows of steps that had a draft"""
+    draft_tokens_total: Final[int]
+    accepted_draft_tokens_total: Final[int]
+    """Guesses that were right"""
     step_s_total: Final[float]
     """Seconds that the committed steps took"""
     step_time_error_ratio: Final[float]
@@ -256,8 +261,11 @@ class StepWork:
     """Blocks that are copied to or from a lower place"""
 
     def __init__(self) -> None: ...
-    def add_row(self, begin: int, num_tokens: int) -> None:
-        """Add a row of `num_tokens` tokens after the first `begin` of its sequence."""
+    def add_row(self, begin: int, num_tokens: int, num_guesses: int = 0) -> None:
+        """Add a row of `num_tokens` tokens after the first `begin` of its sequence.
+
+        One token with guesses at the next ones counts as a row of one token: keys and values are read once for all.
+        """
 
 class StepTime:
     """Predicts the time of a step from its work: a sum of six terms, fitted to measured steps.
@@ -434,6 +442,9 @@ class Scheduler:
         max_num_partial_prefills: int | None = None,
         max_long_partial_prefills: int = 1,
         scheduling_policy: SchedulingPolicy = "priority",
+        num_speculative_tokens: int | None = None,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 5,
     ) -> None:
         """With `target_tpot_s`, prompts get the time that decodes leave of a step, as predicted from earlier steps, but
         at least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
@@ -443,6 +454,10 @@ class Scheduler:
         `scheduling_policy` orders waiting requests: `fcfs` by arrival; the others by priority first, and then
         `priority` by arrival, `spf` by the tokens left to compute, `hrrn` by the waiting time in relation to these
         tokens, `turns` by the tokens left to compute and by arrival in turns, `deadline` by the earliest deadline.
+
+        With `num_speculative_tokens`, requests get drafts of up to so many tokens, copied from where their last tokens,
+        `prompt_lookup_min` of them and up to `prompt_lookup_max`, occurred before. A draft is as long as it pays: each
+        guess must be right more often, by the request's latest guesses, than the part of a step's time that it takes.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""

@@ -103,6 +103,7 @@ class Config(Section):
                 )
             mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
             mistakes += [f"models[{i}].tiers.{mistake}" for mistake in self._mistakes_about_tiers(model)]
+            mistakes += [f"models[{i}].speculative_config.{mistake}" for mistake in model.why_no_drafts()]
             if model.max_num_batched_tokens < model.max_num_seqs:
                 mistakes.append(
                     f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "

@@ -8,7 +8,7 @@ from pathlib import Path
 from swiftkv.cache.division import SharedExtents
 from swiftkv.cache.geometry import lay_out
 from swiftkv.config import Config
-from swiftkv.engine.messages import EngineConfig, KVEventsSpec
+from swiftkv.engine.messages import EngineConfig, KVEventsSpec, PromptLookup
 from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
 from swiftkv.model_config import LendingConfig, ModelConfig
 from swiftkv.planning.lending import LendingPair, lending_pairs
@@ -68,8 +68,7 @@ def _engine_config(
         task=model.task,
         # Sums of ranks are not captured, and pooled requests have no decodes.
         enforce_eager=model.enforce_eager or model.tensor_parallel_size > 1 or model.task != "generate",
-        # On the CPU the host computes itself, so planning ahead would gain nothing.
-        async_scheduling=model.device != "cpu" if model.async_scheduling is None else model.async_scheduling,
+        async_scheduling=model.plans_ahead,
         max_model_len=plan.max_model_len,
         device=model.device,
         dtype=model.dtype,
@@ -84,6 +83,7 @@ def _engine_config(
         long_prefill_token_threshold=model.long_prefill_token_threshold,
         max_num_partial_prefills=model.max_num_partial_prefills,
         max_long_partial_prefills=model.max_long_partial_prefills,
+        prompt_lookup=_prompt_lookup(model),
         enable_prefix_caching=model.enable_prefix_caching,
         max_pinned_share=model.kv_cache.max_pinned,
         enable_chunked_prefill=model.enable_chunked_prefill,
@@ -102,6 +102,13 @@ def _tier_spec(config: Config, model: ModelConfig) -> TierSpec | None:
     if storage is not None:
         return tier_spec(storage, config.directory)
     return None if config.host_of(model) is None else TierSpec(None, str(config.directory))
+
+
+def _prompt_lookup(model: ModelConfig) -> PromptLookup | None:
+    drafts = model.speculative_config
+    if drafts is None:
+        return None
+    return PromptLookup(drafts.num_speculative_tokens, drafts.prompt_lookup_min, drafts.prompt_lookup_max)
 
 
 def _kv_events_spec(model: ModelConfig) -> KVEventsSpec | None:

@@ -24,6 +24,7 @@ from swiftkv.config_fields import (
 )
 from swiftkv.kv_events_config import KVEventsConfig
 from swiftkv.policies import SchedulingPolicy, Task
+from swiftkv.speculative_config import SpeculativeConfig
 from swiftkv.tier_config import TiersConfig
 from swiftkv.units import Budget, PoolBytes, PoolMemory, parse_budget, parse_duration, parse_memory, parse_part
 
@@ -122,6 +123,9 @@ class ModelConfig(Section):
     enable_chunked_prefill: bool = Field(True, description="true or false")
     enforce_eager: bool = Field(False, description="true or false")
     async_scheduling: bool | None = Field(None, description="true or false")
+    speculative_config: Annotated[SpeculativeConfig | None, BeforeValidator(read_off)] = Field(
+        None, description="off or a mapping"
+    )
     split_special_tokens: bool = Field(False, description="true or false")
     tool_parser: ToolParserName | None = Field(None, description=f"{', '.join(get_args(ToolParserName))} or null")
     reasoning_parser: Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"] | None = Field(
@@ -163,6 +167,35 @@ class ModelConfig(Section):
             )
         if not self.enable_prefix_caching:
             yield f"without prefix caching nothing is found there; write enable_prefix_caching: true, {otherwise}"
+
+    @property
+    def plans_ahead(self) -> bool:
+        """Whether a step is planned while the one before it is computed: on GPUs, unless the file says otherwise.
+
+        On the CPU the host computes itself, so planning ahead would gain nothing. A draft follows the last token, which
+        is not known until the step before is over.
+        """
+        if self.async_scheduling is None:
+            return self.device != "cpu" and self.speculative_config is None
+        return self.async_scheduling
+
+    def why_no_drafts(self) -> Iterator[str]:
+        """Yield the mistakes in `speculative_config`, each with its remedy."""
+        drafts = self.speculative_config
+        if drafts is None:
+            return
+        if drafts.prompt_lookup_min > drafts.prompt_lookup_max:
+            yield (
+                f"prompt_lookup_min: {drafts.prompt_lookup_min} is more than prompt_lookup_max "
+                f"({drafts.prompt_lookup_max}); lower it or raise prompt_lookup_max"
+            )
+        if self.task != "generate":
+            yield f"num_speculative_tokens: a model with task: {self.task} generates no tokens; drop speculative_config"
+        if self.plans_ahead:
+            yield (
+                "num_speculative_tokens: with async_scheduling: true a step begins before the last token is known, and "
+                "drafts follow that; write async_scheduling: false, or drop speculative_config"
+            )
 
     @property
     def step_limit_s(self) -> float | None:

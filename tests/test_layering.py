@@ -37,7 +37,7 @@ LAYERS = [
     {"_core", "_lease", "_cpu", "_transport", "_host"},
     {"config", "hub"},
     {"node_config", "model_config"},
-    {"tenant_config", "tier_config", "kv_events_config", "compute_config"},
+    {"tenant_config", "tier_config", "kv_events_config", "compute_config", "speculative_config"},
     {"storage_options"},
     {"config_fields"},
     {

@@ -179,6 +179,9 @@ void bind_stats(nb::module_& m) {
         .def_ro("prefix_hit_tokens_total", &SchedulerStats::prefix_hit_tokens_total)
         .def_ro("borrowed_hit_tokens_total", &SchedulerStats::borrowed_hit_tokens_total)
         .def_ro("window_missed_tokens_total", &SchedulerStats::window_missed_tokens_total)
+        .def_ro("drafts_total", &SchedulerStats::drafts_total)
+        .def_ro("draft_tokens_total", &SchedulerStats::draft_tokens_total)
+        .def_ro("accepted_draft_tokens_total", &SchedulerStats::accepted_draft_tokens_total)
         .def_ro("step_s_total", &SchedulerStats::step_s_total)
         .def_ro("step_time_error_ratio", &SchedulerStats::step_time_error_ratio)
         .def_ro("prefill_tokens_per_s", &SchedulerStats::prefill_tokens_per_s)
@@ -234,7 +237,10 @@ void bind_scheduler(nb::module_& m) {
                std::vector<Link> lend_links, std::vector<Link> borrow_links, int stream_buffers,
                std::optional<int> retention_interval, std::optional<double> target_tpot_s,
                std::optional<int> long_prefill_token_threshold, std::optional<int> max_num_partial_prefills,
-               int max_long_partial_prefills, const std::string& scheduling_policy) {
+               int max_long_partial_prefills, const std::string& scheduling_policy,
+               std::optional<int> num_speculative_tokens, int prompt_lookup_min, int prompt_lookup_max) {
+                std::optional<PromptLookup> lookup;
+                if (num_speculative_tokens) lookup = {*num_speculative_tokens, prompt_lookup_min, prompt_lookup_max};
                 new (self) Scheduler(std::move(groups),
                                      {.block_size = block_size,
                                       .max_num_seqs = max_num_seqs,
@@ -248,7 +254,8 @@ void bind_scheduler(nb::module_& m) {
                                       .long_prefill_token_threshold = long_prefill_token_threshold,
                                       .max_num_partial_prefills = max_num_partial_prefills,
                                       .max_long_partial_prefills = max_long_partial_prefills,
-                                      .policy = policy_named(scheduling_policy)},
+                                      .policy = policy_named(scheduling_policy),
+                                      .prompt_lookup = lookup},
                                      std::move(lend_links), std::move(borrow_links));
             },
             "groups"_a, "block_size"_a, "max_num_seqs"_a, "max_num_batched_tokens"_a, "max_model_len"_a,
@@ -256,7 +263,8 @@ void bind_scheduler(nb::module_& m) {
             "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2, "retention_interval"_a = nb::none(),
             "target_tpot_s"_a = nb::none(), "long_prefill_token_threshold"_a = nb::none(),
             "max_num_partial_prefills"_a = nb::none(), "max_long_partial_prefills"_a = 1,
-            "scheduling_policy"_a = "priority")
+            "scheduling_policy"_a = "priority", "num_speculative_tokens"_a = nb::none(), "prompt_lookup_min"_a = 2,
+            "prompt_lookup_max"_a = 5)
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,

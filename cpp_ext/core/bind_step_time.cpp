@@ -11,7 +11,7 @@ namespace swiftkv {
 void bind_step_time(nb::module_& m) {
     nb::class_<StepWork>(m, "StepWork")
         .def(nb::init<>())
-        .def("add_row", &StepWork::add_row, "begin"_a, "num_tokens"_a)
+        .def("add_row", &StepWork::add_row, "begin"_a, "num_tokens"_a, "num_guesses"_a = 0)
         .def_rw("num_copies", &StepWork::num_copies)
         .def_ro("num_tokens", &StepWork::num_tokens)
         .def_ro("prompt_pairs", &StepWork::prompt_pairs)

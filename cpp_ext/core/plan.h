@@ -95,11 +95,13 @@ struct SchedulerStats {
     CountByClass num_displaced_total;  // preemptions in favour of a higher class
     int64_t prefix_matches_total;      // look-ups of prompts in the prefix cache
     int64_t prefix_query_tokens_total, prefix_hit_tokens_total;
-    int64_t borrowed_hit_tokens_total;           // the hits that lay in borrowed blocks
-    int64_t window_missed_tokens_total;          // tokens after the hits that were known, but of no use without a tail
-    double step_s_total;                         // the seconds that committed steps took
-    double step_time_error_ratio;                // the error of predictions, as in StepTime
-    std::optional<double> prefill_tokens_per_s;  // as in Policy
+    int64_t borrowed_hit_tokens_total;   // the hits that lay in borrowed blocks
+    int64_t window_missed_tokens_total;  // tokens after the hits that were known, but of no use without a tail
+    int64_t drafts_total;                // rows that had a draft
+    int64_t draft_tokens_total, accepted_draft_tokens_total;  // the guesses in them, and those that were right
+    double step_s_total;                                      // the seconds that committed steps took
+    double step_time_error_ratio;                             // the error of predictions, as in StepTime
+    std::optional<double> prefill_tokens_per_s;               // as in Policy
     std::vector<GroupStats> groups;
 };
 

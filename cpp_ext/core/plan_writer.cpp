@@ -58,7 +58,7 @@ void PlanWriter::write_row(StepPlan& plan, const StepRow& row) const {
     plan.request_ids.push_back(r.id);
     plan.row_slots.push_back(r.slot);
     plan.num_prompt_tokens += std::max(0, std::min(end, r.prompt_len) - begin);
-    plan.work.add_row(begin, row.num_tokens);
+    plan.work.add_row(begin, row.num_tokens, static_cast<int>(row.draft.size()));
     const int num_blocks = ceil_div(end, limits_.block_size);
     for (int g = 0; g < cache_.num_groups(); ++g) {
         const std::vector<int32_t>& entries = r.table.groups[g].entries;

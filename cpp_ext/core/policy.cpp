@@ -146,6 +146,12 @@ int Policy::next_chunk(const Request& r, int budget, const StepWork& work, doubl
     return std::min({r.num_remaining(), budget, threshold, timely_chunk(r, work, limit_s)});
 }
 
+double Policy::guess_price(Running running) const {
+    const StepWork decodes = decodes_of(running);
+    if (!step_time_.is_known() || decodes.num_rows == 0) return 0;
+    return step_time_.token_s() * decodes.num_rows / step_time_.predict(decodes);
+}
+
 int Policy::draft_length(const Request& r, int most) const {
     if (r.num_planned() != r.num_known()) return 0;
     // Its row samples one token more than it has draft tokens.

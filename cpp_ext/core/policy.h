@@ -75,6 +75,10 @@ class Policy {
     // The seconds that tokens `begin` to `end` of a prompt are expected to take beside the running requests; nullopt
     // while step times are not known.
     std::optional<double> prefill_s(int begin, int end, Running running) const;
+    // How often a guess must be right to be worth computing: the part of a step's time that its tokens take beside
+    // those of the running requests, for each token that the step yields without guesses. 0 while step times are not
+    // known.
+    double guess_price(Running running) const;
     // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless that is known
     // and in the step.
     int draft_length(const Request& request, int most) const;

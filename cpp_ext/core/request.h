@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "drafting.h"
 #include "kv_cache.h"
 #include "plan.h"
 #include "scheduler_limits.h"
@@ -47,6 +48,7 @@ struct Request {
 
     std::vector<TokenId> tokens;      // the prompt, then the sampled tokens
     std::vector<TokenId> draft = {};  // guesses at the tokens after `tokens`
+    GuessRate guess_rate = {};
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
     int num_shared_blocks = 0;  // full blocks that the index knew before its prompt left them; 0 if it did not

@@ -206,7 +206,19 @@ StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
         sampled = sampled.subspan(row.num_samples());
     }
     cache_.settle();
+    if (limits_.prompt_lookup) guess();
     return result;
+}
+
+// Gives a draft to each running request that has a token.
+void Scheduler::guess() {
+    const double price = policy_.guess_price(roster_.running());
+    for (Request* r : roster_.running()) {
+        if (!r->has_answer()) continue;
+        const int most = r->guess_rate.num_worth(price, limits_.prompt_lookup->num_speculative_tokens);
+        if (most > 0) r->draft = guess_next(r->tokens, *limits_.prompt_lookup, most);
+        if (r->draft.empty()) r->guess_rate.rest();
+    }
 }
 
 // Commits one request's part of a step. `row.request` is null if the request has ended since, or has given up its steps
@@ -236,11 +248,23 @@ void Scheduler::commit_row(const StepRow& row, std::span<const TokenId> sampled,
     }
     shares_.charge_answer(r.flow, static_cast<int>(i));
     const int num_rejected = static_cast<int>(sampled.size() - i);
+    note_guesses(r, row, static_cast<int>(i));
     for (; i < sampled.size(); ++i) tell(sampled[i], FinishReason::kRejected);
     result.counts.push_back(reason != FinishReason::kBroken);
     if (reason != FinishReason::kBroken) commit_computed(row, num_rejected);
     if (reason == FinishReason::kStop || reason == FinishReason::kLength) demand_.note_length(r);
     if (reason != FinishReason::kRunning) end(r);
+}
+
+// `num_tokens`: the tokens that count, of which the first follows no guess.
+void Scheduler::note_guesses(Request& r, const StepRow& row, int num_tokens) {
+    const int num_guesses = static_cast<int>(row.draft.size());
+    if (num_guesses == 0) return;
+    const int num_right = std::max(0, num_tokens - 1);
+    r.guess_rate.note(num_right, num_guesses);
+    ++drafts_total_;
+    draft_tokens_total_ += num_guesses;
+    accepted_draft_tokens_total_ += num_right;
 }
 
 // Counts the row's tokens as computed. The first `num_computed` tokens of a request have their KV. Steps in progress
@@ -315,6 +339,9 @@ SchedulerStats Scheduler::stats() const {
             .prefix_hit_tokens_total = prefix_hit_tokens_total_,
             .borrowed_hit_tokens_total = borrowed_hit_tokens_total_,
             .window_missed_tokens_total = window_missed_tokens_total_,
+            .drafts_total = drafts_total_,
+            .draft_tokens_total = draft_tokens_total_,
+            .accepted_draft_tokens_total = accepted_draft_tokens_total_,
             .step_s_total = step_s_total_,
             .step_time_error_ratio = step_time_.error_ratio(),
             .prefill_tokens_per_s = policy_.prefill_tokens_per_s(roster_.running()),

@@ -178,6 +178,8 @@ class Scheduler {
     void note_demand() { demand_.note(roster_.num_running()); }
 
     void commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result);
+    void note_guesses(Request& request, const StepRow& row, int num_tokens);
+    void guess();
     void commit_computed(const StepRow& row, int num_rejected);
     void end(Request& request);
     void drop_steps(Request& request);
@@ -211,6 +213,7 @@ class Scheduler {
     int64_t prefix_hit_tokens_total_ = 0;
     int64_t borrowed_hit_tokens_total_ = 0;
     int64_t window_missed_tokens_total_ = 0;
+    int64_t drafts_total_ = 0, draft_tokens_total_ = 0, accepted_draft_tokens_total_ = 0;
     double step_s_total_ = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "drafting.h"
 #include "types.h"
 
 namespace swiftkv {
@@ -31,6 +32,7 @@ struct SchedulerLimits {
     std::optional<int> max_num_partial_prefills = {};
     int max_long_partial_prefills = 1;
     SchedulingPolicy policy = SchedulingPolicy::kPriority;
+    std::optional<PromptLookup> prompt_lookup = {};  // nullopt: drafts come from set_draft() alone
 
     // The number of blocks that suffice for one sequence of max_model_len tokens. In a sliding-window group, if prompts
     // are split: its tail, one more, and one for the tokens that are computed, because chunks shrink to what fits.

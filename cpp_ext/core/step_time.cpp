@@ -43,11 +43,11 @@ Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
 
 }  // namespace
 
-void StepWork::add_row(int begin, int count) {
+void StepWork::add_row(int begin, int count, int num_guesses) {
     num_tokens += count;
     num_rows += 1;
-    if (count == 1) {
-        decode_context += begin + 1;
+    if (count - num_guesses == 1) {
+        decode_context += begin + count;
     } else {
         prompt_pairs += count * (begin + 0.5 * count);
     }

@@ -14,8 +14,9 @@ struct StepWork {
     double num_rows = 0;
     double num_copies = 0;  // blocks copied to or from a lower place, or within the pool
 
-    // Adds a row of `num_tokens` tokens after the first `begin` of its sequence.
-    void add_row(int begin, int num_tokens);
+    // Adds a row of `num_tokens` tokens after the first `begin` of its sequence. One token with guesses at the next
+    // ones counts as a row of one token, because keys and values are read once for all of them.
+    void add_row(int begin, int num_tokens, int num_guesses = 0);
 };
 
 // Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The coefficients are
@@ -45,6 +46,8 @@ class StepTime {
     int longest_chunk(const StepWork& work, int begin, double limit_s) const;
     // The mean of |predicted - measured| / measured over recent steps; 0 before any step was predicted.
     double error_ratio() const { return error_ratio_; }
+    // The seconds that one token more takes, apart from attention.
+    double token_s() const { return coefficients_[0]; }
     const Terms& coefficients() const { return coefficients_; }
     // The coefficients that fit the last few thousand steps. They serve forecasts over minutes, whose work may differ
     // from that of the last hundred steps.

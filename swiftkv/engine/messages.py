@@ -75,6 +75,14 @@ class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoding: Literal["map", "array"] = "map"
 
 
+class PromptLookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The `speculative_config`: drafts of up to `most` tokens, found where up to `longest` last ones occurred."""
+
+    most: int
+    shortest: int
+    longest: int
+
+
 class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine's account in the node's `ShareTable`, and its `compute` section."""
 
@@ -107,6 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long
     max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
     max_long_partial_prefills: int = 1  # the most long ones among them
+    prompt_lookup: PromptLookup | None = None  # None: no drafts
     enable_prefix_caching: bool = True
     max_pinned_share: float = 0.25  # the most of the pool that pins may take
     enable_chunked_prefill: bool = True
@@ -344,6 +353,9 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     expert_load_factors: dict[int, float] = {}  # mean over maximum of recent tokens per expert, by layer
     tier: TierStats | None = None  # None: no storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
+    drafts_total: int = 0  # sequences of steps that had a draft
+    draft_tokens_total: int = 0
+    accepted_draft_tokens_total: int = 0
     num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
     usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for the long run

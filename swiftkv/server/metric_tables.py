@@ -50,6 +50,9 @@ COUNTERS: Mapping[str, str] = {
     "vllm:prompt_tokens": "Prompt tokens of requests that have come to their first token, or have been pooled",
     "vllm:prompt_tokens_cached": "Those of vllm:prompt_tokens that were not computed, wherever their KV lay",
     "vllm:generation_tokens": "Tokens generated",
+    "vllm:spec_decode_num_drafts": "Drafts that steps checked",
+    "vllm:spec_decode_num_draft_tokens": "Tokens of these drafts",
+    "vllm:spec_decode_num_accepted_tokens": "Those of vllm:spec_decode_num_draft_tokens that were right",
 }
 LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
     "swiftkv:engine_restarts": ("reason", "Times that the model's engine ended and was started again"),

@@ -496,7 +496,16 @@ class Engine:
         assert result.token_ids.tolist() == sampled
         reasons = [reason for i, tokens in by_request.items() for reason in self._append_all(i, tokens, drafts[i])]
         assert result.finish_reasons.tolist() == reasons
+        self._guess()
         return result
+
+    def _guess(self) -> None:
+        """Note the draft of each running request that has a token."""
+        for request_id, request in self.requests.items():
+            if self.setup.lookup is not None and request.computed is not None and request.outputs:
+                request.draft = self.setup.lookup.guess_next(request.tokens)
+                for naive in self.predicted_by:
+                    naive.set_draft(request_id, request.draft)
 
     def _sample(self, request_id: int, draft: list[int]) -> list[int]:
         """Return a token behind the request's last one, and behind each of its draft."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import frexp
 
 from naive_boundaries import NaiveBoundaries, Prefix, Worth
+from naive_lookup import Lookup
 from naive_shares import ANSWER, PROMPT, NaiveShares
 
 from swiftkv import _core
@@ -45,6 +46,7 @@ class Setup:
     # Each group has its own, where they share extents; the plans are not predicted then.
     blocks_per_extent: tuple[int, ...] = ()
     lend: tuple[tuple[int, int], ...] = ()  # of each link its extents, and how many of the pool's are one of them
+    lookup: Lookup | None = None  # makes drafts; None: they come from `set_draft` alone
 
     @property
     def num_extents(self) -> int:
@@ -66,6 +68,9 @@ class Setup:
             max_num_partial_prefills=self.max_num_partial_prefills,
             max_long_partial_prefills=self.max_long_partial_prefills,
             scheduling_policy=self.scheduling_policy,
+            num_speculative_tokens=self.lookup.num_speculative_tokens if self.lookup else None,
+            prompt_lookup_min=self.lookup.shortest if self.lookup else 1,
+            prompt_lookup_max=self.lookup.longest if self.lookup else 1,
         )
 
 

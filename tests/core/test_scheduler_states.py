@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kv_oracle import Engine
+from naive_lookup import Lookup
 from naive_scheduler import PRIORITIES_PER_CLASS, Setup
 
 # Few different tokens and block-wise repetition: prefixes are shared often, and diverge often.
@@ -43,6 +44,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_num_partial_prefills=draw(st.none() | st.integers(1, 3)),
         max_long_partial_prefills=draw(st.integers(1, 2)),
         scheduling_policy=draw(st.sampled_from(["hrrn", "hrrn", "spf", "turns", "deadline", "priority", "fcfs"])),
+        lookup=draw(st.none() | st.sampled_from([Lookup(3, 1, 2), Lookup(6, 2, 5)])),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv._core import Scheduler, StepPlan, StepResult
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED
+from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED, PromptLookup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.grammars import GrammarSource, library_form
 from tests.engine.engine_process import Answer, EngineProcess
@@ -105,3 +105,29 @@ def test_drafts_change_nothing_but_the_number_of_steps(num_blocks: int, is_ahead
     assert (stats.num_preemptions_total > 0) == (num_blocks < 64)
     assert is_ahead or num_blocks < 64 or stats.steps_total < num_steps
     assert stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("step_time_s", [[], [1e-3, 0.0, 0.0, 0.0, 0.0, 4e-3]], ids=["for nothing", "at their price"])
+@pytest.mark.parametrize("num_blocks", [64, 14], ids=["with room", "with preemptions"])
+def test_prompt_lookup_changes_no_answer(num_blocks: int, step_time_s: list[float], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
+    with EngineProcess(tmp_path, **OPTIONS) as alone:
+        expected = ask(alone)
+        block_bytes = alone.config.memory.num_bytes // alone.ready.num_blocks
+    options = {**OPTIONS, "kv_bytes": num_blocks * block_bytes, "max_model_len": 192, "step_time_s": step_time_s}
+    with EngineProcess(tmp_path, **options, prompt_lookup=PromptLookup(6, 1, 3)) as engine:
+        assert ask(engine) == expected
+        stats = engine.wait_for_rest()
+    assert 0 < stats.accepted_draft_tokens_total < stats.draft_tokens_total
+    assert stats.num_used_blocks == 0
+
+
+def test_an_answer_that_repeats_itself_takes_few_steps(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
+    with EngineProcess(tmp_path, **OPTIONS, prompt_lookup=PromptLookup(6, 2, 3)) as engine:
+        [answer] = engine.wait([engine.add([5, 6, 7], max_tokens=60, logit_bias={11: 100.0})])
+        stats = engine.wait_for_rest()
+    assert answer.token_ids == [11] * 60
+    # The first three tokens come one by one, and then seven at a time.
+    assert stats.steps_total <= 3 + 60 // 7 + 1
+    assert stats.accepted_draft_tokens_total == stats.draft_tokens_total

@@ -75,7 +75,7 @@ PATHS = "core/paths.cpp"
 PINS = "core/pins.cpp"
 LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 PROMPT_QUEUE, PROMPT_RACE = "core/prompt_queue.cpp", "core/prompt_race.cpp"
-FORECAST_ERRORS = "core/forecast_errors.cpp"
+DRAFTING, FORECAST_ERRORS = "core/drafting.cpp", "core/forecast_errors.cpp"
 RATES, LOADS, LOADER, REACH = "tier/rates.py", "tier/loads.py", "tier/loader.py", "tier/reach.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
@@ -714,6 +714,17 @@ MUTANTS = [
         PLAN,
         "int back = row.num_samples(); back > 0",
         "int back = 1; back > 0",
+    ),
+    one("the earliest match is copied", DRAFTING, "if (count <= best) continue;", "if (count < best) continue;"),
+    one("any match will do", DRAFTING, "int best = lookup.shortest - 1;", "int best = 0;"),
+    one("a longer match goes before a later one", DRAFTING, "at, lookup.longest);", "at, 1 << 20);"),
+    one("guesses behind a wrong one count", DRAFTING, "std::min(num_right + 1, num_guesses)", "num_guesses"),
+    one("a row of guesses is a prompt", PLAN, "static_cast<int>(row.draft.size()));", "0);"),
+    one(
+        "nothing is drafted behind a prompt",
+        SCHEDULER,
+        "if (!r->has_answer()) continue;",
+        "if (r->has_answer()) continue;",
     ),
     # The time of a step.
     one("a coefficient is negative", STEP_TIME, "if (found[lowest] >= 0) {", "if (true) {"),

@@ -36,6 +36,7 @@ TESTS = {
             "admission_order",
             "displacement",
             "fair_share",
+            "prompt_lookup",
             "refusal",
             "bindings",
             "house",
