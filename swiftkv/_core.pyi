@@ -443,8 +443,8 @@ class Scheduler:
         max_long_partial_prefills: int = 1,
         scheduling_policy: SchedulingPolicy = "priority",
         num_speculative_tokens: int | None = None,
-        prompt_lookup_min: int = 2,
-        prompt_lookup_max: int = 5,
+        prompt_lookup_min: int = 1,
+        prompt_lookup_max: int = 8,
     ) -> None:
         """With `target_tpot_s`, prompts get the time that decodes leave of a step, as predicted from earlier steps, but
         at least a block a step. A step takes at most `long_prefill_token_threshold` tokens of one prompt; prompts that
@@ -457,7 +457,8 @@ class Scheduler:
 
         With `num_speculative_tokens`, requests get drafts of up to so many tokens, copied from where their last tokens,
         `prompt_lookup_min` of them and up to `prompt_lookup_max`, occurred before. A draft is as long as it pays: each
-        guess must be right more often, by the request's latest guesses, than the part of a step's time that it takes.
+        guess must be right more often, as the request's latest guesses were behind as many equal tokens, than the part
+        of a step's time that it takes.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""

@@ -263,8 +263,8 @@ void bind_scheduler(nb::module_& m) {
             "borrow_links"_a = std::vector<Link>(), "stream_buffers"_a = 2, "retention_interval"_a = nb::none(),
             "target_tpot_s"_a = nb::none(), "long_prefill_token_threshold"_a = nb::none(),
             "max_num_partial_prefills"_a = nb::none(), "max_long_partial_prefills"_a = 1,
-            "scheduling_policy"_a = "priority", "num_speculative_tokens"_a = nb::none(), "prompt_lookup_min"_a = 2,
-            "prompt_lookup_max"_a = 5)
+            "scheduling_policy"_a = "priority", "num_speculative_tokens"_a = nb::none(), "prompt_lookup_min"_a = 1,
+            "prompt_lookup_max"_a = 8)
         .def(
             "add_request",
             [](Scheduler& self, RequestId request_id, Input<TokenId> prompt, int max_tokens, int min_tokens,

@@ -1,6 +1,7 @@
 #include "drafting.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace swiftkv {
 
@@ -8,6 +9,11 @@ namespace {
 
 constexpr double kPerGuess = 1.0 / 16;  // a guess counts for e^-1 after 16 others
 constexpr double kPerRest = 1.0 / 128;
+
+// The rate before anything is known: high, so that long matches are tried even where guesses are expensive.
+double first_rate(int length) {
+    return 1 - std::pow(0.5, length);
+}
 
 // Returns how many of the tokens before `a` equal those before `b`, which is smaller; at most `most`.
 int num_equal(std::span<const TokenId> tokens, size_t a, size_t b, int most) {
@@ -19,36 +25,41 @@ int num_equal(std::span<const TokenId> tokens, size_t a, size_t b, int most) {
 
 }  // namespace
 
-std::vector<TokenId> guess_next(std::span<const TokenId> tokens, const PromptLookup& lookup, int most) {
-    int best = lookup.shortest - 1;
-    size_t from = 0;
-    for (size_t at = tokens.size(); at-- > 1 && best < lookup.longest;) {
-        if (tokens[at - 1] != tokens.back()) continue;
-        const int count = num_equal(tokens, tokens.size(), at, lookup.longest);
-        if (count <= best) continue;
-        best = count;
-        from = at;
+Match find_match(std::span<const TokenId> tokens, const PromptLookup& lookup) {
+    Match best;
+    for (size_t end = tokens.size(); end-- > 1 && best.length < lookup.longest;) {
+        if (tokens[end - 1] != tokens.back()) continue;
+        const int length = num_equal(tokens, tokens.size(), end, lookup.longest);
+        if (length >= lookup.shortest && length > best.length) best = {end, length};
     }
-    std::vector<TokenId> draft;
-    if (from == 0) return draft;
-    for (int i = 0; i < most; ++i) {
-        const size_t at = from + i;
-        draft.push_back(at < tokens.size() ? tokens[at] : draft[at - tokens.size()]);
-    }
-    return draft;
+    return best;
 }
 
-void GuessRate::note(int num_right, int num_guesses) {
-    for (int i = 0; i < std::min(num_right + 1, num_guesses); ++i) rate_ += (double(i < num_right) - rate_) * kPerGuess;
+std::vector<TokenId> copy_behind(const Match& match, std::span<const TokenId> tokens, int count) {
+    std::vector<TokenId> copied;
+    for (size_t at = match.end; at < match.end + count; ++at)
+        copied.push_back(at < tokens.size() ? tokens[at] : copied[at - tokens.size()]);
+    return copied;
 }
 
-void GuessRate::rest() {
-    rate_ += (kFirst - rate_) * kPerRest;
+GuessRates::GuessRates() {
+    for (size_t length = 0; length < rates_.size(); ++length) rates_[length] = first_rate(static_cast<int>(length));
 }
 
-int GuessRate::num_worth(double price, int most) const {
+void GuessRates::note(const Match& match, int num_right, int num_guesses) {
+    double& rate = rates_[match.length];
+    for (int i = 0; i < std::min(num_right + 1, num_guesses); ++i) rate += (double(i < num_right) - rate) * kPerGuess;
+}
+
+void GuessRates::rest(const Match& match) {
+    double& rate = rates_[match.length];
+    rate += (first_rate(match.length) - rate) * kPerRest;
+}
+
+int GuessRates::num_worth(const Match& match, double price, int most) const {
+    const double rate = rates_[match.length];
     int count = 0;
-    for (double all_right = rate_; count < most && all_right > price; all_right *= rate_) ++count;
+    for (double all_right = rate; count < most && all_right > price; all_right *= rate) ++count;
     return count;
 }
 

@@ -48,7 +48,8 @@ struct Request {
 
     std::vector<TokenId> tokens;      // the prompt, then the sampled tokens
     std::vector<TokenId> draft = {};  // guesses at the tokens after `tokens`
-    GuessRate guess_rate = {};
+    Match draft_match = {};           // that the draft follows; none if it has another origin
+    GuessRates guess_rates = {};
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
     int num_shared_blocks = 0;  // full blocks that the index knew before its prompt left them; 0 if it did not

@@ -33,7 +33,7 @@ def node(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     model = {"path": str(checkpoint), "dtype": "float32", "threads": 1, "max_model_len": 1024}
     models = [
         {**model, "name": name, "kv_cache": {"memory": "32MiB"}, "speculative_config": drafts}
-        for name, drafts in (("plain", "off"), ("drafts", {"prompt_lookup_min": 1}))
+        for name, drafts in (("plain", "off"), ("drafts", {}))
     ]
     with NodeProcess({"node": {"port": 0}, "models": models}, tmp_path_factory.mktemp("drafts"), temporary) as node:
         yield node

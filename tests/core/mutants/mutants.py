@@ -715,9 +715,15 @@ MUTANTS = [
         "int back = row.num_samples(); back > 0",
         "int back = 1; back > 0",
     ),
-    one("the earliest match is copied", DRAFTING, "if (count <= best) continue;", "if (count < best) continue;"),
-    one("any match will do", DRAFTING, "int best = lookup.shortest - 1;", "int best = 0;"),
-    one("a longer match goes before a later one", DRAFTING, "at, lookup.longest);", "at, 1 << 20);"),
+    one("the earliest match is copied", DRAFTING, "length > best.length)", "length >= best.length)"),
+    one("any match will do", DRAFTING, "length >= lookup.shortest && ", ""),
+    one("a longer match goes before a later one", DRAFTING, "end, lookup.longest);", "end, 1 << 20);"),
+    one(
+        "all matches are worth the same",
+        DRAFTING,
+        "double& rate = rates_[match.length];\n    for",
+        "double& rate = rates_[0];\n    for",
+    ),
     one("guesses behind a wrong one count", DRAFTING, "std::min(num_right + 1, num_guesses)", "num_guesses"),
     one("a row of guesses is a prompt", PLAN, "static_cast<int>(row.draft.size()));", "0);"),
     one(
