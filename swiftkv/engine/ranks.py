@@ -177,7 +177,7 @@ class LeadingRunner(ModelRunner):
         super().__init__(config, group, background)
         told = group.begin(_deadline_s(config), self.pool.identity())  # every rank has loaded its part
         self._followers = followers
-        self.other_ranks = [PoolMemory(pid, *memory) for pid, memory in zip(followers.pids, told[1:], strict=True)]
+        self.other_ranks = pools_of(followers.pids, told[1:])
         self._lender_parts: dict[int, list[torch.Tensor]] = {}  # by link: what `lender_pools` adds for the other ranks
         self._deadline_s = _deadline_s(config)
 
@@ -187,6 +187,8 @@ class LeadingRunner(ModelRunner):
         They may be read between two steps: our part of a step ends only after the others have sent their parts of its
         last layer, before which they have written their KV.
         """
+        if not self.other_ranks:
+            raise ConfigError("tiers: KV of other ranks on GPUs is out of reach")
         try:
             others = [
                 map_memory(memory.pid, memory.fd, memory.device, memory.inode, self.pool.nbytes)
@@ -349,6 +351,14 @@ class _Followers:
             with contextlib.suppress(OSError):  # standard error may be closed
                 print(f"swiftkv: model {self._name}: {why}; the engine ends", file=sys.stderr, flush=True)
         os._exit(code)
+
+
+def pools_of(pids: Sequence[int], identities: Sequence[Sequence[int]]) -> list[PoolMemory]:
+    """Return the pools of other ranks, given their processes and each `Pool.identity`.
+
+    Return none if they are in memory of devices, whose identity is empty: no other process maps it.
+    """
+    return [PoolMemory(pid, *identity) for pid, identity in zip(pids, identities, strict=True) if identity]
 
 
 def _deadline_s(config: EngineConfig) -> float:

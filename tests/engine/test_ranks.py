@@ -15,9 +15,10 @@ import torch
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
 from swiftkv.engine.rank_group import RankGroup
-from swiftkv.engine.ranks import ReceivedStep, pack_step, unpack_step
+from swiftkv.engine.ranks import ReceivedStep, pack_step, pools_of, unpack_step
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import EngineError
+from swiftkv.transport.base import PoolMemory
 from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, open_store
 from swiftkv.units import PoolBytes
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
@@ -176,6 +177,19 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
             one.all_gather(torch.zeros(1))
         with pytest.raises(EngineError):  # a rank that comes too late notices at once
             two.all_gather(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("identity", "expected"),
+    [pytest.param((5, 6, 7), [PoolMemory(41, 5, 6, 7)], id="host"), pytest.param((), [], id="device")],
+)
+def test_rank_0_knows_the_pools_of_the_others_if_they_can_be_mapped(
+    identity: tuple[int, ...], expected: list[PoolMemory], tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        groups = list(threads.map(join, [tmp_path / "group"] * 2, [0, 1]))
+        told, _ = threads.map(lambda group: group.begin(TIMEOUT_S, identity), groups)
+    assert pools_of([41], told[1:]) == expected
 
 
 def test_a_step_without_tokens_ends_when_all_ranks_have_made_it(checkpoint: Path, tmp_path: Path) -> None:
