@@ -158,6 +158,8 @@ def test_copies_follow_what_the_compute_stream_did_and_it_follows_them(
     transport.wait(transport.submit(runs((0, 0, 8, False)), runs((0, 8, 8, False)), 0))  # compiled, allocated
     transport.settle()
     region = pool.region_tensor(0)
+    region[:8, 1] = 0
+    region[8:16, 1].clone()  # CUDA loads a kernel at its first launch, for which it may wait for all others
     a = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
     for _ in range(4):
