@@ -2,8 +2,8 @@
 
     python benchmarks/draft_texts.py --repository .
 
-The real scheduler drafts, and each token that it samples is the next one of the text. So the count does not depend on the
-machine, and needs no model. Three loads, from a git repository of Python code:
+The real scheduler drafts, and each token that it samples is the next one of the text. So the count does not depend on
+the machine, and needs no model. Three loads, from a git repository of Python code:
 
 - edits: the prompt is a file before a commit, the answer the whole file after it;
 - code: the prompt is the first half of a file, the answer the second;
