@@ -98,6 +98,21 @@ def test_a_shared_prefix_outlives_its_hundred_continuations() -> None:
     assert cached[2:] == [40] * 98
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "asked"),
+    [
+        (5, [("000010101010101", 2), ("0000101082", 3), ("00001010101010101", 1), ("000010101", 12), ("0000101", 2)]),
+        (7, [("000010101010101", 10), ("0000101010101081", 1), ("0000", 13), ("000010", 3)]),
+    ],
+)
+def test_a_block_of_a_boundary_is_kept_when_it_is_computed_again(num_blocks: int, asked: list[tuple[str, int]]) -> None:
+    """A boundary can lose the block before its tail. The plain model tells which blocks go first afterwards."""
+    e = Engine(Setup(((1, 64, 0), (1, num_blocks, 5)), BLOCK, 4, 64, 64))
+    for i, (digits, max_tokens) in enumerate(asked):
+        e.add(i, [int(digit) for digit in digits], max_tokens, skip_prefix_match=num_blocks == 7 and i == 1)
+        e.drain()
+
+
 def test_equal_ends_of_different_prefixes_share_nothing() -> None:
     e = Engine(Setup(((1, 64, 8),), BLOCK, 4, 16, 64))
     run(e, 1, prompt(20, 1) + prompt(20))
