@@ -79,6 +79,8 @@ class Policy {
     // those of the running requests, for each token that the step yields without guesses. 0 while step times are not
     // known.
     double guess_price(Running running) const;
+    // The seconds that guesses take of a step; 0 while step times are not known.
+    double guesses_s(int num_guesses) const { return num_guesses * step_time_.token_s(); }
     // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless that is known
     // and in the step.
     int draft_length(const Request& request, int most) const;

@@ -23,13 +23,15 @@ void StepBuilder::admit_oversized_prompt() {
 void StepBuilder::schedule_decodes() {
     const std::vector<Request*>& running = roster_.running();
     const int spare = policy_.spare_blocks(running);
+    int num_guesses = 0;
     for (size_t i = 0; i < running.size() && !is_full() && !must_commit_; ++i) {
         Request& r = *running[i];
         if (r.is_in_step || r.num_remaining() != 1 || r.is_ending() || make_room(r, 1) == 0) continue;
         cache_.promote(r.table, spare, policy_.max_promoted_blocks());
         add(r, 1);
+        num_guesses += static_cast<int>(r.draft.size());
     }
-    limit_s_ = policy_.time_limit_s(work_);
+    limit_s_ = policy_.time_limit_s(work_) - policy_.guesses_s(num_guesses);
 }
 
 // Returns the running prompts that are computed in part and not yet in the step, in order.

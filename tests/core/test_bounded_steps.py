@@ -49,7 +49,12 @@ class Clock:
         return True
 
 
-def clock(target_tpot_s: float | None = TARGET_S, num_streams: int = 4, block_size: int = BLOCK) -> Clock:
+def clock(
+    target_tpot_s: float | None = TARGET_S,
+    num_streams: int = 4,
+    block_size: int = BLOCK,
+    num_guesses: int | None = None,
+) -> Clock:
     """Streams that decode, and a predictor that has seen prompts."""
     scheduler = _core.Scheduler(
         [_core.GroupSpec(1, 8192)],
@@ -58,6 +63,7 @@ def clock(target_tpot_s: float | None = TARGET_S, num_streams: int = 4, block_si
         max_num_batched_tokens=2048,
         max_model_len=8192,
         target_tpot_s=target_tpot_s,
+        num_speculative_tokens=num_guesses,
     )
     made = Clock(scheduler)
     for i, length in enumerate([30, 300, 900, 1500, 60]):
@@ -70,6 +76,18 @@ def clock(target_tpot_s: float | None = TARGET_S, num_streams: int = 4, block_si
         made.step()
     made.steps.clear()
     return made
+
+
+def test_a_prompt_leaves_time_for_guesses() -> None:
+    made = clock(num_streams=2, num_guesses=7)
+    made.add(99, 3000, 1)
+    before = made.scheduler.stats()
+    while 99 not in made.first_token_s:
+        made.step()
+    assert max(duration_s for duration_s, _, _ in made.steps) <= 1.02 * TARGET_S
+    stats = made.scheduler.stats()
+    # Both streams get one token over and over, so that every guess is right.
+    assert stats.accepted_draft_tokens_total - before.accepted_draft_tokens_total > 12 * len(made.steps)
 
 
 def ids_of_next_step(e: Engine) -> list[int]:
