@@ -726,6 +726,7 @@ MUTANTS = [
     ),
     one("guesses behind a wrong one count", DRAFTING, "std::min(num_right + 1, num_guesses)", "num_guesses"),
     one("a row of guesses is a prompt", PLAN, "static_cast<int>(row.draft.size()));", "0);"),
+    one("prompts leave no time for guesses", BUILDER, " - policy_.guesses_s(num_guesses)", ""),
     one(
         "nothing is drafted behind a prompt",
         SCHEDULER,
