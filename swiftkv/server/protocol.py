@@ -240,6 +240,13 @@ class ChatMessage(Body):
         return message
 
 
+class Prediction(Body):
+    """The text that OpenAI's client expects in the answer, which speeds it up there and never changes it."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=LIMITS.content_parts)]
+
+
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=LIMITS.messages)]
 
 
@@ -259,12 +266,12 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     )
     verbosity: Verbosity | None = Field(None, description="Accepted, not used")
     include_reasoning: bool | None = Field(None, description="`false`: the answer leaves out its reasoning")
+    prediction: Prediction | None = Field(None, description="Accepted, not used")
 
     functions: Annotated[None, Unsupported([])] = None
     function_call: Annotated[None, Unsupported("none", "auto")] = None
     modalities: Annotated[None, Unsupported(["text"])] = None
     audio: Annotated[None, Unsupported()] = None
-    prediction: Annotated[None, Unsupported()] = None
     web_search_options: Annotated[None, Unsupported()] = None
     add_special_tokens: Annotated[None, Unsupported(False)] = None
     documents: Annotated[None, Unsupported([])] = None

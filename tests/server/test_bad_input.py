@@ -57,7 +57,6 @@ def test_unsupported_fields_of_completions_are_named(gateway: Gateway, field: st
         ("tool_choice", "required"),
         ("audio", {}),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content"}),
         ("functions", [{}]),
         ("chat_template", "{{ 1 }}"),
         ("echo", True),

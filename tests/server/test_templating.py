@@ -27,6 +27,7 @@ TEMPLATE = (
     "{% if not enable_thinking | default(true) %}[no thoughts]{% endif %}{{ topic }}{{ 1 // zero | default(1) - 1 }}"
 )
 MESSAGES = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two, "}]
+PREDICTION = {"prediction": {"type": "content", "content": [{"type": "text", "text": "def f(): ..."}]}}
 CALL = {"id": "1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
 CALLING = {"role": "assistant", "content": "Let me ", "tool_calls": [CALL]}
 
@@ -115,7 +116,12 @@ def test_what_the_template_does_not_take_has_no_effect(gateway: Gateway) -> None
         assert http.post("/v1/chat/completions", json={**body, "continue_final_message": True}).status_code == 200
         usages = [
             http.post("/v1/chat/completions", json={**body, **fields}).json()["usage"]["prompt_tokens"]
-            for fields in ({}, {"reasoning_effort": "none"}, {"reasoning_effort": "high", "verbosity": "low"})
+            for fields in (
+                {},
+                {"reasoning_effort": "none"},
+                {"reasoning_effort": "high", "verbosity": "low"},
+                PREDICTION,
+            )
         ]
         assert len(set(usages)) == 1
         tokens = [
