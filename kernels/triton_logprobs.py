@@ -86,7 +86,7 @@ def _top_tile(num_top: int) -> int:
 @triton.jit(
     do_not_specialize=["num_top"],
     do_not_specialize_on_alignment=[
-        "maxima", "sums", "listed", "found_ids", "found_logprobs",
+        "maxima", "sums", "listed", "found_ids", "found_logits",
         "token_ids", "logprobs", "ranks", "top_ids", "top_logprobs",
     ],
 )  # fmt: skip
@@ -97,7 +97,7 @@ def _token_logprobs(
     sums: tl.tensor,
     listed: tl.tensor,
     found_ids: tl.tensor,  # [N, num_top], the top tokens before they are put in order
-    found_logprobs: tl.tensor,
+    found_logits: tl.tensor,
     token_ids: tl.tensor,
     logprobs: tl.tensor,
     ranks: tl.tensor,
@@ -132,7 +132,7 @@ def _token_logprobs(
 
     if TOP_TILE:
         found_ids += row * num_top
-        found_logprobs += row * num_top
+        found_logits += row * num_top
         num_listed, bound = list_largest_runs(row_maxima, listed, num_runs, ALL_RUNS, TILE)
         if num_listed < num_top:
             list_all_runs(listed, num_runs, ALL_RUNS)
@@ -158,17 +158,17 @@ def _token_logprobs(
             place = tl.where(is_above > 0, num_above + tl.cumsum(is_above, 0), num_equal + tl.cumsum(is_equal, 0))
             is_found = ((is_above + is_equal) > 0) & (place <= num_top)
             tl.store(found_ids + place - 1, tokens, mask=is_found)
-            tl.store(found_logprobs + place - 1, x - largest - log_total, mask=is_found)
+            tl.store(found_logits + place - 1, x, mask=is_found)
             num_above += tl.sum(is_above)
             num_equal += tl.sum(is_equal)
         tl.debug_barrier()
         place = tl.arange(0, TOP_TILE)
         ids = tl.load(found_ids + place, mask=place < num_top, other=0)
-        values = tl.load(found_logprobs + place, mask=place < num_top, other=float("-inf"))
+        values = tl.load(found_logits + place, mask=place < num_top, other=float("-inf"))
         other = tl.arange(0, TOP_TILE)[None, :]
         other_ids = tl.load(found_ids + other, mask=other < num_top, other=0)
-        other_values = tl.load(found_logprobs + other, mask=other < num_top, other=float("-inf"))
+        other_values = tl.load(found_logits + other, mask=other < num_top, other=float("-inf"))
         is_before = (other_values > values[:, None]) | ((other_values == values[:, None]) & (other_ids < ids[:, None]))
         order = tl.sum((is_before & (other < num_top)).to(tl.int32), axis=1)
         tl.store(top_ids + row * num_top + order, ids, mask=place < num_top)
-        tl.store(top_logprobs + row * num_top + order, values, mask=place < num_top)
+        tl.store(top_logprobs + row * num_top + order, values - largest - log_total, mask=place < num_top)

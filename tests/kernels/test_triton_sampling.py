@@ -276,6 +276,15 @@ def test_logprobs_are_those_of_log_softmax(num_top: int) -> None:
     torch.testing.assert_close(found.top_logprobs, order.values[:, :num_top].float(), rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.usefixtures("small_tiles")
+def test_top_tokens_are_in_the_order_of_logits_that_round_to_equal_logprobs() -> None:
+    logits = torch.full((1, 170), 0.25)
+    logits[0, [90, 20, 130]] += 2**-25 * torch.tensor([3.0, 1.0, 2.0])
+    found = token_logprobs(logits, int32([0]), 5)
+    assert len(set(found.top_logprobs[0].tolist())) == 1
+    assert found.top_ids.tolist() == [[90, 130, 20, 0, 1]]
+
+
 def test_logprobs_of_a_large_vocabulary() -> None:
     logits = 3 * torch.randn(2, 20_000, generator=torch.Generator().manual_seed(0))
     found = token_logprobs(logits, int32([3, 19_999]), 100)
