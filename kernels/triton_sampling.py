@@ -120,11 +120,14 @@ def sample(logits: Tensor, params: SlotParams, slots: Tensor, positions: Tensor)
 
 @triton.jit
 def _first_above(weights: tl.tensor, target: tl.tensor, N: tl.constexpr) -> tl.tensor:
-    """Return where the running sum of `weights` [N] passes `target`, or ends, and the rest of `target` there."""
+    """Return where the running sum of `weights` [N] passes `target`, or ends, and the rest of `target` there.
+
+    A place has some weight. A GPU adds in a tree, so rounding may raise the running sum where a weight is zero.
+    """
     index = tl.arange(0, N)
     running = tl.cumsum(weights, 0)
-    last = tl.min(tl.where(running == tl.max(running), index, N))
-    first = tl.minimum(tl.min(tl.where(running > target, index, N)), last)
+    last = tl.max(tl.where(weights > 0, index, 0))
+    first = tl.min(tl.where((running > target) & (weights > 0), index, last))
     return first, target - tl.max(tl.where(index < first, running, 0.0))
 
 

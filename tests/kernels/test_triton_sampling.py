@@ -20,6 +20,7 @@ from swiftkv.kernels import triton_logits, triton_logprobs, triton_sampling
 from swiftkv.kernels.triton_logprobs import token_logprobs
 from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
+from tests.support.interpreter import add_up_in_warps
 from tests.support.sampling import Filters, kept_probabilities, slot_params
 
 CPU = torch.device("cpu")
@@ -118,6 +119,15 @@ def test_the_draw_is_at_the_uniform_number_of_seed_and_position(vocab_size: int)
     draw = sample(logits, params, int32(range(len(seeds))), int32(positions))
     expected = np.floor(uniforms(np.array(seeds, np.uint64), positions) * vocab_size)
     assert draw.token_ids.tolist() == expected.astype(int).tolist()
+
+
+def test_no_rounding_of_sums_draws_a_token_without_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_up_in_warps(monkeypatch)
+    nearly_one = int32([240_228_695])
+    assert uniforms(np.array([9], np.uint64), nearly_one.numpy()) > 1 - 1e-8
+    logits = 12 * torch.randn(150, 40, generator=torch.Generator().manual_seed(0))  # a run has room for 64 tokens
+    draw = sample(logits, slot_params([Filters()], [9], 40), int32([0] * 150), nearly_one.expand(150).contiguous())
+    assert (draw.token_ids < 40).all()
 
 
 @pytest.mark.usefixtures("small_tiles")
