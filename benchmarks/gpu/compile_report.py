@@ -26,10 +26,13 @@ from triton.runtime.errors import OutOfResources
 from swiftkv.kernels import triton_attention, triton_schedule
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.device_limits import A100, H100, L4, RTX_5090, DeviceLimits
+from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, GatedActivation
+from swiftkv.kernels.reference_experts import pack_experts
 from swiftkv.kernels.triton_copy import move_blocks
 from swiftkv.kernels.triton_elementwise import gated, rms_norm, rope_write_kv
+from swiftkv.kernels.triton_experts import add_experts
 from swiftkv.kernels.triton_logprobs import TOP_TILES, token_logprobs
-from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
+from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, forbid_tokens, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
 from swiftkv.kernels.triton_schedule import Tiling, decode_tiling, prefill_tiling
 from tests.support.offline_gpu import compile_instead_of_launching
@@ -168,12 +171,25 @@ def other_cases(gpu: DeviceLimits) -> Iterator[tuple[str, Callable[[], object]]]
     yield "vocabulary 151,936", lambda: sample(logits, params, zeros, zeros)
     for num_top in TOP_TILES:
         yield f"vocabulary 151,936, top {num_top}", lambda num_top=num_top: token_logprobs(logits, zeros, num_top)
+    yield "", lambda: forbid_tokens(logits, zeros, torch.zeros(4, VOCABULARY // 32, dtype=torch.int32))
     yield "", lambda: penalise(logits, params, zeros, counts, counts.bool())
     yield "", lambda: count_tokens(counts, params, zeros, zeros)
     yield "", lambda: edit_logits(logits, zeros, zeros, zeros.float(), zeros, zeros)
     lists = torch.tensor([2, 1, 0, 0, 0], dtype=torch.int64)
     for width in (32 << 10, 24 << 10):
         yield f"{width >> 10} KiB", lambda width=width: move_blocks(pool, lists, 0, 1, width, 0, True, 8)
+    gpt_oss = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
+    yield "experts of 2,048 x 768", lambda: multiply_by_expert(2048, 768, SILU, has_bias=False)
+    yield "experts of 2,880 x 2,880, biases", lambda: multiply_by_expert(2880, 2880, gpt_oss, has_bias=True)
+
+
+def multiply_by_expert(hidden_size: int, inner_size: int, activation: GatedActivation, has_bias: bool) -> None:
+    """Multiply one token by one expert."""
+    x, inner = torch.zeros(1, hidden_size, dtype=torch.bfloat16), torch.zeros(inner_size, dtype=torch.bfloat16)
+    up, down = inner[:, None].expand(-1, hidden_size), inner.expand(hidden_size, -1)
+    biases = (inner, inner, x[0]) if has_bias else (None, None, None)
+    experts = pack_experts(ExpertLayer(1, activation, [ExpertWeights(up, up, down, *biases)]))
+    add_experts(x, Choices(torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1)), experts, x.clone())
 
 
 def report(gpu: DeviceLimits, cases: Iterator[tuple[str, Callable[[], object]]], only: str) -> list[Row]:
