@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from swiftkv.kernels.triton_logprobs import token_logprobs
-from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, penalise
+from swiftkv.kernels.triton_penalties import count_tokens, edit_logits, forbid_tokens, penalise
 from swiftkv.kernels.triton_sampling import SlotParams, sample
 from tests.support.sampling import Filters, kept_probabilities, slot_params, uniform
 
@@ -101,6 +102,17 @@ def test_logprobs(vocab_size: int, num_top: int) -> None:
     order = expected.sort(dim=1, descending=True, stable=True)
     assert torch.equal(found.top_ids, order.indices[:, :num_top].int())
     torch.testing.assert_close(found.top_logprobs, order.values[:, :num_top].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [*VOCABULARIES, 151_669])
+def test_masks(vocab_size: int) -> None:
+    logits, rows = random_logits(5, vocab_size, seed=5), [3, 1]
+    is_allowed = torch.rand((2, -(-vocab_size // 32) * 32), generator=torch.Generator().manual_seed(0)) < 0.5
+    bits = torch.from_numpy(np.packbits(is_allowed.numpy(), axis=1, bitorder="little").view(np.int32)).cuda()
+    expected = logits.clone()
+    expected[rows] = logits[rows].masked_fill(~is_allowed[:, :vocab_size].cuda(), -math.inf)
+    forbid_tokens(logits, int32(rows), bits)
+    assert torch.equal(logits, expected)
 
 
 def test_edits_and_penalties() -> None:
