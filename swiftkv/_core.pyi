@@ -457,8 +457,8 @@ class Scheduler:
 
         With `num_speculative_tokens`, requests get drafts of up to so many tokens, copied from where their last tokens,
         `prompt_lookup_min` of them and up to `prompt_lookup_max`, occurred before. A draft is as long as it pays: each
-        guess must be right more often, as the request's latest guesses were behind as many equal tokens, than the part
-        of a step's time that it takes.
+        guess must be right more often, as the request's latest guesses were, than the part of a step's time that it
+        takes.
 
         Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
         all links lend all they can."""

@@ -1,7 +1,6 @@
 #include "drafting.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace swiftkv {
 
@@ -9,11 +8,6 @@ namespace {
 
 constexpr double kPerGuess = 1.0 / 16;  // a guess counts for e^-1 after 16 others
 constexpr double kPerRest = 1.0 / 128;
-
-// The rate before anything is known: high, so that long matches are tried even where guesses are expensive.
-double first_rate(int length) {
-    return 1 - std::pow(0.5, length);
-}
 
 // Returns how many of the tokens before `a` equal those before `b`, which is smaller; at most `most`.
 int num_equal(std::span<const TokenId> tokens, size_t a, size_t b, int most) {
@@ -42,24 +36,17 @@ std::vector<TokenId> copy_behind(const Match& match, std::span<const TokenId> to
     return copied;
 }
 
-GuessRates::GuessRates() {
-    for (size_t length = 0; length < rates_.size(); ++length) rates_[length] = first_rate(static_cast<int>(length));
+void GuessRate::note(int num_right, int num_guesses) {
+    for (int i = 0; i < std::min(num_right + 1, num_guesses); ++i) rate_ += (double(i < num_right) - rate_) * kPerGuess;
 }
 
-void GuessRates::note(const Match& match, int num_right, int num_guesses) {
-    double& rate = rates_[match.length];
-    for (int i = 0; i < std::min(num_right + 1, num_guesses); ++i) rate += (double(i < num_right) - rate) * kPerGuess;
+void GuessRate::rest() {
+    rate_ += (kFirst - rate_) * kPerRest;
 }
 
-void GuessRates::rest(const Match& match) {
-    double& rate = rates_[match.length];
-    rate += (first_rate(match.length) - rate) * kPerRest;
-}
-
-int GuessRates::num_worth(const Match& match, double price, int most) const {
-    const double rate = rates_[match.length];
+int GuessRate::num_worth(double price, int most) const {
     int count = 0;
-    for (double all_right = rate; count < most && all_right > price; all_right *= rate) ++count;
+    for (double all_right = rate_; count < most && all_right > price; all_right *= rate_) ++count;
     return count;
 }
 

@@ -2,7 +2,6 @@
 // Long quotations, code that is edited, and loops are guessed well.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <span>
 #include <vector>
@@ -12,8 +11,6 @@
 namespace swiftkv {
 
 struct PromptLookup {
-    static constexpr int kMaxLongest = 16;
-
     int num_speculative_tokens;  // the most guesses of one draft
     int shortest, longest;       // the number of last tokens that must occur before, and beyond which no more count
 };
@@ -31,21 +28,22 @@ Match find_match(std::span<const TokenId> tokens, const PromptLookup& lookup);
 // own tokens, as in LZ77.
 std::vector<TokenId> copy_behind(const Match& match, std::span<const TokenId> tokens, int count);
 
-// How often the guesses of one request have been right lately, by the length of the match that they follow.
-class GuessRates {
+// How often the guesses of one request have been right lately.
+class GuessRate {
   public:
-    GuessRates();
     // Notes that of `num_guesses` in a row the first `num_right` were right. Those after the first wrong one say
     // nothing.
-    void note(const Match& match, int num_right, int num_guesses);
-    // Notes that nothing was guessed behind a match. In time, what was guessed wrong is tried again.
-    void rest(const Match& match);
+    void note(int num_right, int num_guesses);
+    // Notes that nothing was guessed behind a match. In time, a request whose guesses were wrong is tried again.
+    void rest();
     // Returns the number of guesses, at most `most`, each of which is expected to be right, as are those before it,
     // more often than in `price` of all cases.
-    int num_worth(const Match& match, double price, int most) const;
+    int num_worth(double price, int most) const;
 
   private:
-    std::array<double, PromptLookup::kMaxLongest + 1> rates_;  // by length
+    static constexpr double kFirst = 0.875;  // high, so that guesses are tried even where they are expensive
+
+    double rate_ = kFirst;
 };
 
 }  // namespace swiftkv

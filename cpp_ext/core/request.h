@@ -48,8 +48,7 @@ struct Request {
 
     std::vector<TokenId> tokens;      // the prompt, then the sampled tokens
     std::vector<TokenId> draft = {};  // guesses at the tokens after `tokens`
-    Match draft_match = {};           // that the draft follows; none if it has another origin
-    GuessRates guess_rates = {};
+    GuessRate guess_rate = {};
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
     int num_shared_blocks = 0;  // full blocks that the index knew before its prompt left them; 0 if it did not

@@ -55,10 +55,7 @@ void Scheduler::add_request(const NewRequest& request) {
 void Scheduler::set_draft(RequestId id, std::span<const TokenId> tokens) {
     const std::lock_guard lock(mutex_);
     if (!are_tokens(tokens)) throw std::invalid_argument("a draft has a token id below 0");
-    if (Request* request = roster_.find(id)) {
-        request->draft.assign(tokens.begin(), tokens.end());
-        request->draft_match = {};
-    }
+    if (Request* request = roster_.find(id)) request->draft.assign(tokens.begin(), tokens.end());
 }
 
 bool Scheduler::has_work() const {
@@ -220,10 +217,9 @@ void Scheduler::guess() {
         if (!r->has_answer()) continue;
         const Match match = find_match(r->tokens, *limits_.prompt_lookup);
         if (match.length == 0) continue;
-        const int count = r->guess_rates.num_worth(match, price, limits_.prompt_lookup->num_speculative_tokens);
-        if (count == 0) r->guess_rates.rest(match);
+        const int count = r->guess_rate.num_worth(price, limits_.prompt_lookup->num_speculative_tokens);
+        if (count == 0) r->guess_rate.rest();
         r->draft = copy_behind(match, r->tokens, count);
-        r->draft_match = match;
     }
 }
 
@@ -267,7 +263,7 @@ void Scheduler::note_guesses(Request& r, const StepRow& row, int num_tokens) {
     const int num_guesses = static_cast<int>(row.draft.size());
     if (num_guesses == 0) return;
     const int num_right = std::max(0, num_tokens - 1);
-    if (r.draft_match.length > 0) r.guess_rates.note(r.draft_match, num_right, num_guesses);
+    r.guess_rate.note(num_right, num_guesses);
     ++drafts_total_;
     draft_tokens_total_ += num_guesses;
     accepted_draft_tokens_total_ += num_right;

@@ -45,11 +45,9 @@ void check_sizes(const SchedulerLimits& limits) {
                 limits.max_long_partial_prefills > 0,
             "long_prefill_token_threshold, max_num_partial_prefills and max_long_partial_prefills must be positive");
     if (const std::optional<PromptLookup>& lookup = limits.prompt_lookup)
-        require(lookup->num_speculative_tokens > 0 && lookup->shortest > 0 && lookup->shortest <= lookup->longest &&
-                    lookup->longest <= PromptLookup::kMaxLongest,
-                "num_speculative_tokens and prompt_lookup_min must be positive, prompt_lookup_max at least "
-                "prompt_lookup_min, and at most " +
-                    std::to_string(PromptLookup::kMaxLongest));
+        require(lookup->num_speculative_tokens > 0 && lookup->shortest > 0 && lookup->shortest <= lookup->longest,
+                "num_speculative_tokens and prompt_lookup_min must be positive, and prompt_lookup_max not smaller than "
+                "prompt_lookup_min");
     require(limits.max_model_len > 1, "max_model_len must leave room for a prompt and an answer");
 }
 

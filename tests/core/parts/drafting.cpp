@@ -13,10 +13,6 @@ std::vector<TokenId> guesses(const std::vector<TokenId>& tokens, int count) {
     return match.length == 0 ? std::vector<TokenId>() : copy_behind(match, tokens, count);
 }
 
-Match of_length(int length) {
-    return {.end = 1, .length = length};
-}
-
 }  // namespace
 
 TEST(what_followed_the_last_tokens_is_guessed) {
@@ -39,30 +35,27 @@ TEST(a_loop_is_guessed_at_full_length) {
 }
 
 TEST(guesses_are_made_as_long_as_they_are_right_more_often_than_their_price) {
-    const GuessRates rates;  // 0.75 for two tokens before anything is known: 0.75, 0.56, 0.42, 0.32
-    EXPECT(rates.num_worth(of_length(2), 0, 8) == 8);
-    EXPECT(rates.num_worth(of_length(2), 0.4, 8) == 3);
-    EXPECT(rates.num_worth(of_length(2), 0.4, 2) == 2);
-    EXPECT(rates.num_worth(of_length(2), 0.75, 8) == 0);
-    EXPECT(rates.num_worth(of_length(5), 0.75, 8) == 8);  // 0.97
+    const GuessRate rate;  // 0.875 before anything is known: 0.875, 0.766, 0.67, 0.586
+    EXPECT(rate.num_worth(0, 8) == 8);
+    EXPECT(rate.num_worth(0.6, 8) == 3);
+    EXPECT(rate.num_worth(0.6, 2) == 2);
+    EXPECT(rate.num_worth(0.875, 8) == 0);
 }
 
-TEST(the_rate_of_a_length_follows_what_was_right) {
-    GuessRates right, wrong;
-    for (int i = 0; i < 100; ++i) right.note(of_length(2), 3, 3);
-    EXPECT(right.num_worth(of_length(2), 0.9, 8) == 8);
-    for (int i = 0; i < 100; ++i) wrong.note(of_length(2), 0, 8);
-    EXPECT(wrong.num_worth(of_length(2), 0.05, 8) == 0);
-    EXPECT(wrong.num_worth(of_length(3), 0.4, 8) == 6);  // as before
+TEST(the_rate_follows_what_was_right) {
+    GuessRate right, wrong;
+    for (int i = 0; i < 100; ++i) right.note(3, 3);
+    EXPECT(right.num_worth(0.9, 8) == 8);
+    for (int i = 0; i < 100; ++i) wrong.note(0, 8);
+    EXPECT(wrong.num_worth(0.05, 8) == 0);
     // The guesses after the first wrong one do not count.
-    GuessRates once, often;
-    once.note(of_length(2), 1, 2);
-    often.note(of_length(2), 1, 8);
-    for (double price = 0.01; price < 1; price += 0.01)
-        EXPECT(once.num_worth(of_length(2), price, 8) == often.num_worth(of_length(2), price, 8));
+    GuessRate once, often;
+    once.note(1, 2);
+    often.note(1, 8);
+    for (double price = 0.01; price < 1; price += 0.01) EXPECT(once.num_worth(price, 8) == often.num_worth(price, 8));
     // In time it is tried again.
-    for (int i = 0; i < 1000; ++i) wrong.rest(of_length(2));
-    EXPECT(wrong.num_worth(of_length(2), 0.4, 8) == 3);
+    for (int i = 0; i < 1000; ++i) wrong.rest();
+    EXPECT(wrong.num_worth(0.6, 8) == 3);
 }
 
 }  // namespace swiftkv::parts
