@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
+pytest.importorskip("swiftkv._core")
 
 from swiftkv.kernels.dispatch import reference_ops
 from swiftkv.models.loader import MappedWeights, load_decoder

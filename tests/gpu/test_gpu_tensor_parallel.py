@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
 pytest.importorskip("zmq")
+pytest.importorskip("pydantic")
 pytest.importorskip("swiftkv._core")
 
 from swiftkv.engine.rank_group import RankGroup
@@ -36,8 +38,8 @@ def test_two_ranks_give_the_logprobs_of_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16)
     logprobs = []
     for size in (1, 2):
-        options = {"tensor_parallel_size": size, "device": "cuda:0", "dtype": "bfloat16", "enforce_eager": True}
-        with EngineProcess(tmp_path, **options) as engine:
+        options: dict[str, Any] = {"tensor_parallel_size": size, "dtype": "bfloat16", "enforce_eager": True}
+        with EngineProcess(tmp_path, device="cuda:0", **options) as engine:
             answers = engine.generate(PROMPTS, max_tokens=1, prompt_logprobs=0)
         assert all(answer.prompt_logprobs is not None for answer in answers)
         logprobs.append([entry.logprob for answer in answers for entry in answer.prompt_logprobs or []])
