@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("msgspec")  # needed to read config.json
 pytest.importorskip("transformers")
 pytest.importorskip("zmq")
+pytest.importorskip("pydantic")
 pytest.importorskip("swiftkv._core")
 
 from swiftkv.cache.cuda_pool import CudaPool
@@ -139,18 +140,20 @@ def test_graphs_are_captured_while_threads_copy() -> None:
     threads = [threading.Thread(target=go_on, args=(direction,)) for direction in counts]
     for thread in threads:
         thread.start()
-    numbers = torch.arange(1024, device="cuda:0")
-    assert int((numbers * 2).sum()) == 1023 * 1024  # the kernels are loaded
-    stream = torch.cuda.Stream()
-    for _ in range(20):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            doubled = numbers * 2
-        graph.replay()
-        assert torch.equal(doubled, torch.arange(0, 2048, 2, device="cuda:0"))
-    is_over.set()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
+    try:
+        numbers = torch.arange(1024, device="cuda:0")
+        assert int((numbers * 2).sum()) == 1023 * 1024  # the kernels are loaded
+        stream = torch.cuda.Stream()
+        for _ in range(20):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                doubled = numbers * 2
+            graph.replay()
+            assert torch.equal(doubled, torch.arange(0, 2048, 2, device="cuda:0"))
+    finally:  # or the process would never end
+        is_over.set()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
     assert not errors
     assert all(counts.values())
 

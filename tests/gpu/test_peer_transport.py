@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,12 +28,14 @@ from swiftkv.transport.peer import IoBackend, PeerTransport
 from swiftkv.transport.rendezvous import find_pool
 from tests.support.runs import move_blocks_reference
 
+pytestmark = pytest.mark.gpu
+
 GROUP = KVGroup((0, 1, 2), 2, 64, "bfloat16", 16)
 NUM_BLOCKS = 64
 WIDTH, BLOCK = GROUP.layer_block_bytes, GROUP.block_bytes
 
-# Owns a pool whose byte i is i % 251, says so through the file store, and answers each line on stdin with the sum of
-# its bytes, until stdin ends.
+# Owns a pool whose byte i is i % 251, publishes it through the file store and says so, and answers each line on stdin
+# with the sum of its bytes, until stdin ends.
 LENDER = """
 import sys
 from pathlib import Path
@@ -45,6 +47,7 @@ pool = CudaPool([(GROUP, NUM_BLOCKS)], torch.device("cuda", 0))
 pool.tensor.copy_(torch.arange(pool.nbytes, device="cuda") % 251)
 torch.cuda.synchronize()
 publish_pool(Path(sys.argv[1]), pool)
+print("published", flush=True)
 for line in sys.stdin:
     print(int(pool.tensor.sum(dtype=torch.int64)), flush=True)
 """
@@ -83,7 +86,9 @@ def lender(tmp_path: Path) -> Iterator[Lender]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        yield Lender(process, find_pool(path, timeout_s=120))
+        assert process.stdout is not None
+        assert process.stdout.readline() == "published\n", "the lender has ended; its standard error says why"
+        yield Lender(process, find_pool(path, timeout_s=10))
     finally:
         process.kill()
         process.wait()
@@ -96,7 +101,8 @@ def pool() -> CudaPool:
 
 @pytest.fixture(params=["kernel", "direct"])
 def io_backend(request: pytest.FixtureRequest) -> IoBackend:
-    return request.param
+    backend: IoBackend = request.param
+    return backend
 
 
 def lender_bytes() -> torch.Tensor:
@@ -158,8 +164,8 @@ def test_copies_follow_what_the_compute_stream_did_and_it_follows_them(
     transport.wait(transport.submit(runs((0, 0, 8, False)), runs((0, 8, 8, False)), 0))  # compiled, allocated
     transport.settle()
     region = pool.region_tensor(0)
-    region[:8, 1] = 0
-    region[8:16, 1].clone()  # CUDA loads a kernel at its first launch, for which it may wait for all others
+    region[:8, 2] = 77
+    assert region[:8, 2].clone().eq(77).all()  # loads the kernels used below: a load may wait for the device
     a = torch.randn(8192, 8192, device="cuda")
     torch.cuda.synchronize()
     for _ in range(4):
@@ -246,7 +252,7 @@ print("serves", flush=True)
 
 
 def test_a_borrower_outlives_a_lender_that_is_killed(
-    lender: Lender, io_backend: IoBackend, record_property: pytest.RecordProperty
+    lender: Lender, io_backend: IoBackend, record_property: Callable[[str, object], None]
 ) -> None:
     borrower = subprocess.Popen(
         [sys.executable, "-c", BORROWER, io_backend, json.dumps(asdict(lender.handle))],
