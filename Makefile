@@ -45,6 +45,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/*.py
+	MYPYPATH=benchmarks/gpu $(BIN)/mypy benchmarks/gpu/*.py tests/gpu
 	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
 # Two processes may share these tests. The others start nodes and watch what the machine has left, so that they run alone.

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def _attention(
         tiling = tilings[new == 1]
         text = f"{case}: {tiling.rows} x {tiling.keys}, {tiling.num_stages} stages"
         text += ", rectangles" if tiling.by_rectangles else ""
-        yield f"{kind} {text}", lambda cached=cached, new=new: attend(spec, cached, new, tilings)
+        yield f"{kind} {text}", partial(attend, spec, cached, new, tilings)
 
 
 def attend(spec: AttentionSpec, cached: int, new: int, tilings: tuple[Tiling, Tiling]) -> object:
@@ -170,14 +171,14 @@ def other_cases(gpu: DeviceLimits) -> Iterator[tuple[str, Callable[[], object]]]
     counts = torch.zeros(4, VOCABULARY, dtype=torch.int32)
     yield "vocabulary 151,936", lambda: sample(logits, params, zeros, zeros)
     for num_top in TOP_TILES:
-        yield f"vocabulary 151,936, top {num_top}", lambda num_top=num_top: token_logprobs(logits, zeros, num_top)
+        yield f"vocabulary 151,936, top {num_top}", partial(token_logprobs, logits, zeros, num_top)
     yield "", lambda: forbid_tokens(logits, zeros, torch.zeros(4, VOCABULARY // 32, dtype=torch.int32))
     yield "", lambda: penalise(logits, params, zeros, counts, counts.bool())
     yield "", lambda: count_tokens(counts, params, zeros, zeros)
     yield "", lambda: edit_logits(logits, zeros, zeros, zeros.float(), zeros, zeros)
     lists = torch.tensor([2, 1, 0, 0, 0], dtype=torch.int64)
     for width in (32 << 10, 24 << 10):
-        yield f"{width >> 10} KiB", lambda width=width: move_blocks(pool, lists, 0, 1, width, 0, True, 8)
+        yield f"{width >> 10} KiB", partial(move_blocks, pool, lists, 0, 1, width, 0, True, 8)
     gpt_oss = GatedActivation(alpha=1.702, limit=7.0, up_offset=1.0)
     yield "experts of 2,048 x 768", lambda: multiply_by_expert(2048, 768, SILU, has_bias=False)
     yield "experts of 2,880 x 2,880, biases", lambda: multiply_by_expert(2880, 2880, gpt_oss, has_bias=True)

@@ -11,6 +11,7 @@ and each repetition moves another layer, so nothing is found in the L2 cache. Th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,28 +92,21 @@ def result(
     return Result(how, direction, width, run_blocks, moved, seconds, rate, rate / machine.copy_bytes_per_s)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
-    arguments = parser.parse_args()
-    machine = measure()
-    print(machine.report())
-    pools = Pools(
-        torch.empty(KERNEL_BYTES, dtype=torch.uint8, device="cuda").random_(0, 256),
-        torch.empty(KERNEL_BYTES * NUM_LAYERS, dtype=torch.uint8, device="cuda").random_(0, 256),
-    )
-    results = []
+def measure_all(machine: Machine, pools: Pools) -> Iterator[Result]:
     for width in WIDTHS:
         for run_blocks in RUN_BLOCKS:
             direct_bytes = min(KERNEL_BYTES, MAX_DIRECT_RUNS * run_blocks * width)
             for to_peer in (False, True):
                 kernel_s = kernel_seconds(pools, width, run_blocks, to_peer)
-                results.append(result(machine, "kernel", width, run_blocks, to_peer, KERNEL_BYTES, kernel_s))
+                yield result(machine, "kernel", width, run_blocks, to_peer, KERNEL_BYTES, kernel_s)
                 direct_s = direct_seconds(pools, width, run_blocks, to_peer, direct_bytes)
-                results.append(result(machine, "direct", width, run_blocks, to_peer, direct_bytes, direct_s))
+                yield result(machine, "direct", width, run_blocks, to_peer, direct_bytes, direct_s)
     for programs in MAX_PROGRAMS:
         bounded_s = kernel_seconds(pools, 64 << 10, 8, False, programs)
-        results.append(result(machine, f"kernel, {programs} programs", 64 << 10, 8, False, KERNEL_BYTES, bounded_s))
+        yield result(machine, f"kernel, {programs} programs", 64 << 10, 8, False, KERNEL_BYTES, bounded_s)
+
+
+def print_results(results: Sequence[Result]) -> None:
     print_table(
         ["how", "direction", "layer block", "blocks in a run", "moved", "GB/s read + written", "of a copy"],
         [
@@ -128,8 +122,25 @@ def main() -> None:
             for r in results
         ],
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    arguments = parser.parse_args()
+    machine = measure()
+    print(machine.report(), flush=True)
+    pools = Pools(
+        torch.empty(KERNEL_BYTES, dtype=torch.uint8, device="cuda").random_(0, 256),
+        torch.empty(KERNEL_BYTES * NUM_LAYERS, dtype=torch.uint8, device="cuda").random_(0, 256),
+    )
+    results: list[Result] = []
+    try:
+        results.extend(measure_all(machine, pools))
+    finally:  # what was measured before a failure
+        print_results(results)
+        write_json(arguments.out, machine, [asdict(r) for r in results])
     print(f"\nkernel, at worst: {min(r.of_copy for r in results if r.how == 'kernel'):.1%} of a copy (target 90 %)")
-    write_json(arguments.out, machine, [asdict(r) for r in results])
 
 
 if __name__ == "__main__":

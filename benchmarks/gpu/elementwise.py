@@ -215,6 +215,7 @@ def main() -> None:
     print(machine.report())
     torch.manual_seed(0)
     results = time_kernels(machine)
+    write_json(arguments.out, machine, results)
     print_table(
         ["kernel", "tokens", "us", "GB/s", "of a copy"],
         [[r["kernel"], r["tokens"], f"{r['us']:.1f}", f"{r['gb_per_s']:.0f}", f"{r['of_copy']:.0%}"] for r in results],

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,7 +87,7 @@ class RandomWeights(MappedWeights):
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
-        return torch.randn(shape, dtype=self._dtype, device=self._device) * shape[-1] ** -0.5
+        return torch.randn(shape, dtype=self._dtype, device=self._device) / math.sqrt(shape[-1])
 
     def quantized(self, name: str, shape: tuple[int, ...], num_shards: int, qweights: QWeights | None) -> None:
         """Nothing is quantized."""
@@ -146,7 +147,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`StepArrays` and `StepCopies` of sequences whose tables are given."""
+    """An `EngineStep` of sequences whose tables are given."""
 
     token_ids: Int32Array
     positions: Int32Array
@@ -155,6 +156,7 @@ class Step:
     stream_tables: Sequence[Sequence[Int32Array]]
     table_starts: Sequence[Int32Array]
     loads: Sequence[npt.NDArray[np.int64]] = field(default=())  # by buffer
+    has_unknown_tokens: bool = False
 
     @property
     def block_tables(self) -> Sequence[Int32Array]:
@@ -167,6 +169,10 @@ class Step:
     @property
     def has_copies(self) -> bool:
         return len(self.loads) > 0
+
+    @property
+    def local_moves(self) -> Int32Array:
+        return np.empty((0, 3), np.int32)
 
     def copies(self, group: int, kind: str, buffer: int) -> npt.NDArray[np.int64]:
         return self.loads[buffer] if kind == "load" and self.loads else np.empty((0, 5), np.int64)
@@ -251,7 +257,7 @@ def forward(decoder: Decoder, pool: torch.Tensor, step: Step, stream: Any = NO_S
     return decoder.forward(ModelInput.from_plan(step), [pool], stream)
 
 
-def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object]]:
+def bench_model(machine: Machine, device: torch.device) -> Iterator[dict[str, object]]:
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps
 
     decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
@@ -271,7 +277,7 @@ def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object
         decoder.logits(hidden).argmax(-1)
 
     floor_s = decode_bytes(config, batch, context) / machine.copy_bytes_per_s
-    rows: list[dict[str, object]] = [_row(f"decode {batch} x {context}", median_seconds(decode_once), floor_s)]
+    yield _row(f"decode {batch} x {context}", median_seconds(decode_once), floor_s)
     for num_new in PREFILLS:
         step = local_step(group.num_layers, [(0, num_new)])
 
@@ -279,18 +285,19 @@ def bench_model(machine: Machine, device: torch.device) -> list[dict[str, object
             decoder.logits(forward(decoder, pool, step)[-1:])
 
         floor_s = prefill_operations(config, num_new) / machine.matrix_flops_per_s
-        rows.append(_row(f"prefill {num_new}", median_seconds(prefill_once, repeats=8), floor_s))
-    return rows
+        yield _row(f"prefill {num_new}", median_seconds(prefill_once, repeats=8), floor_s)
 
 
-def bench_transformers(machine: Machine, device: torch.device) -> list[dict[str, object]]:
+def bench_transformers(machine: Machine, device: torch.device) -> Iterator[dict[str, object]]:
     calls = transformers_calls(SHAPE, device, torch.bfloat16, DECODE, PREFILLS)
-    rows = []
-    with torch.inference_mode():
-        for name, (call, floor) in calls.items():
-            rate = machine.copy_bytes_per_s if name.startswith("decode") else machine.matrix_flops_per_s
-            rows.append(_row(f"transformers: {name}", median_seconds(lambda _, c=call: c(), repeats=8), floor / rate))
-    return rows
+    for name, (call, floor) in calls.items():
+        rate = machine.copy_bytes_per_s if name.startswith("decode") else machine.matrix_flops_per_s
+
+        def call_once(_: int, call: Callable[[], torch.Tensor] = call) -> None:
+            with torch.inference_mode():
+                call()
+
+        yield _row(f"transformers: {name}", median_seconds(call_once, repeats=8), floor / rate)
 
 
 def transformers_calls(
@@ -334,7 +341,7 @@ def transformers_calls(
     return calls
 
 
-def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
+def bench_lending(_: Machine, device: torch.device) -> Iterator[dict[str, object]]:
     decoder = make_decoder(SHAPE, device, torch.bfloat16, SHAPE["max_position_embeddings"])
     (group,) = decoder.kv_groups
     most = max(CACHED) // BLOCK_SIZE
@@ -342,13 +349,11 @@ def bench_lending(_: Machine, device: torch.device) -> list[dict[str, object]]:
     assert -(-NEW_TOKENS // BLOCK_SIZE) * group.num_layers + 2 * most <= own, "two buffers do not fit"
     longest = longest_context(CAPPED_BLOCKS, most, group.num_layers)
     print(f"{CAPPED_BLOCKS * BLOCK_SIZE:,} tokens of pool, {most * BLOCK_SIZE:,} lent: {longest:,} in one sequence")
-    rows = []
     for where, io_backend in (("lent", "kernel"), ("lent", "direct"), ("pinned host", "direct")):
         num_bytes = most * group.block_bytes
         theirs = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) if where == "pinned host" else None
         peer = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if theirs is None else theirs
-        rows.append(stream_from(decoder, group, device, peer, io_backend, f"{where}, {io_backend}"))
-    return rows
+        yield stream_from(decoder, group, device, peer, io_backend, f"{where}, {io_backend}")
 
 
 def stream_from(
@@ -393,7 +398,7 @@ def stream_from(
     }
 
 
-def bench_decoding(_: Machine, device: torch.device) -> list[dict[str, object]]:
+def bench_decoding(_: Machine, device: torch.device) -> Iterator[dict[str, object]]:
     from swiftkv.cache.cuda_pool import CudaPool
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DecoderSteps
     from swiftkv.master.graph_stream import GraphStream
@@ -421,29 +426,34 @@ def bench_decoding(_: Machine, device: torch.device) -> list[dict[str, object]]:
         with streams.step(step) as stream:
             return forward(decoder, pool.tensor, step, stream)
 
-    rows: list[dict[str, object]] = []
     for num_buffers in range(3):
         step = streamed_decode(group, num_seqs, own, borrowed, num_buffers)
         for how, run in (("eager", eager), ("CUDA graph", graphs.run)):
             hits = graphs.hits_total
-            seconds = median_seconds(lambda _, run=run, step=step: run(step), repeats=20, warmups=3)
+
+            def run_once(_: int, run: Callable[[Step], object] = run, step: Step = step) -> None:
+                run(step)
+
+            seconds = median_seconds(run_once, repeats=20, warmups=3)
             streams.recent.clear()
-            for _ in range(23 if step.has_copies else 0):  # `median_seconds` has waited for them
+            for _step in range(23 if step.has_copies else 0):  # `median_seconds` has waited for them
                 streams.step_ended()
             exposed_s = [timings.exposed_s for timings in streams.recent][3:] or [0.0]
-            rows.append(
-                {
-                    "case": f"decode {num_seqs} x {(own + borrowed) * BLOCK_SIZE}, {num_buffers} buffers, {how}",
-                    "s": seconds,
-                    "exposed_p50_s": float(np.median(exposed_s)),
-                    "graph_hits": graphs.hits_total - hits,
-                }
-            )
-    return rows
+            yield {
+                "case": f"decode {num_seqs} x {(own + borrowed) * BLOCK_SIZE}, {num_buffers} buffers, {how}",
+                "s": seconds,
+                "exposed_p50_s": float(np.median(exposed_s)),
+                "graph_hits": graphs.hits_total - hits,
+            }
 
 
 def _row(case: str, seconds: float, floor_s: float) -> dict[str, object]:
     return {"case": case, "s": seconds, "floor_s": floor_s, "times_floor": seconds / floor_s}
+
+
+def print_rows(rows: Sequence[dict[str, object]]) -> None:
+    header = list(rows[0])
+    print_table(header, [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows])
 
 
 def main() -> None:
@@ -458,7 +468,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     machine = measure()
     print(machine.report(), flush=True)
-    parts = {
+    parts: dict[str, Callable[[Machine, torch.device], Iterator[dict[str, object]]]] = {
         "model": bench_model,
         "lending": bench_lending,
         "decoding": bench_decoding,
@@ -467,14 +477,17 @@ def main() -> None:
     results: list[dict[str, object]] = []
     for name, part in parts.items():
         if arguments.only in (None, name):
-            # transformers caches KV in tensors that it made outside of inference mode.
-            with nullcontext() if name == "transformers" else torch.inference_mode():
-                rows = part(machine, device)
+            rows: list[dict[str, object]] = []
+            try:
+                # transformers caches KV in tensors that it made outside of inference mode.
+                with nullcontext() if name == "transformers" else torch.inference_mode():
+                    rows.extend(part(machine, device))
+            finally:  # what was measured before a failure
+                if rows:
+                    print_rows(rows)
+                results += rows
+                write_json(arguments.out, machine, results)
             torch.cuda.empty_cache()
-            header = list(rows[0])
-            print_table(header, [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows])
-            results += rows
-            write_json(arguments.out, machine, results)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -126,7 +126,7 @@ def median_wall_seconds(run: Callable[[int], object]) -> float:
     return statistics.median(seconds[_WARMUPS:])
 
 
-def measure_blocks(machine: Machine, block_bytes: int) -> list[Result]:
+def measure_blocks(machine: Machine, block_bytes: int) -> Iterator[Result]:
     one = Round(block_bytes)
     to_device, to_host = machine.host_to_device_bytes_per_s, machine.device_to_host_bytes_per_s
     cases: list[tuple[str, Callable[[int], None], int, float]] = [
@@ -135,21 +135,13 @@ def measure_blocks(machine: Machine, block_bytes: int) -> list[Result]:
         ("both", one.both, 2 * one.num_bytes, to_device + to_host),
         ("from host memory", HostTier(one).read, one.num_bytes, to_device),
     ]
-    results = []
     for how, run, num_bytes, limit in cases:
         seconds = median_wall_seconds(run)
         rate = num_bytes / seconds
-        results.append(Result(how, block_bytes, num_bytes, seconds, rate, rate / limit))
-    return results
+        yield Result(how, block_bytes, num_bytes, seconds, rate, rate / limit)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
-    arguments = parser.parse_args()
-    machine = measure()
-    print(machine.report())
-    results = [result for block_bytes in BLOCK_BYTES for result in measure_blocks(machine, block_bytes)]
+def print_results(results: Sequence[Result]) -> None:
     print_table(
         ["how", "block", "moved", "GB/s", "of the limit"],
         [
@@ -163,9 +155,23 @@ def main() -> None:
             for r in results
         ],
     )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write every figure here, as JSON")
+    arguments = parser.parse_args()
+    machine = measure()
+    print(machine.report(), flush=True)
+    results: list[Result] = []
+    try:
+        for block_bytes in BLOCK_BYTES:
+            results.extend(measure_blocks(machine, block_bytes))
+    finally:  # what was measured before a failure
+        print_results(results)
+        write_json(arguments.out, machine, [asdict(r) for r in results])
     worst = min(r.of_limit for r in results if r.how in ("up", "down") and r.block_bytes >= 1 << 20)
     print(f"\nup and down, from 1 MiB on, at worst: {worst:.1%} of the limit (target 90 %)")
-    write_json(arguments.out, machine, [asdict(r) for r in results])
 
 
 if __name__ == "__main__":

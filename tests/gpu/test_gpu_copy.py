@@ -10,6 +10,8 @@ from swiftkv.kernels import triton_copy
 from swiftkv.kernels.host_copies import upload
 from tests.support.runs import move_blocks_reference
 
+pytestmark = pytest.mark.gpu
+
 LINKS = (0, 3)
 
 

@@ -11,6 +11,8 @@ import torch
 from swiftkv.engine.cuda_graphs import DecodeGraphs, graph_sizes
 from tests.support.decode_toy import Toy, decode_step
 
+pytestmark = pytest.mark.gpu
+
 DEVICE = torch.device("cuda", 0)
 NUM_BLOCKS = 600
 UNLIMITED = 1 << 40

@@ -145,12 +145,12 @@ def test_replayed_steps_are_the_eager_ones(waits: bool) -> None:
     for ours, theirs in zip(graphed.tensors(), exact.tensors(), strict=True):
         assert torch.equal(ours, theirs)
     assert (graphs.hits_total, graphs.misses_total) == (len(asked), 0)
-    for ours, theirs in zip(graphed.stream.recent, exact.stream.recent, strict=True):
+    for replayed, eager in zip(graphed.stream.recent, exact.stream.recent, strict=True):
         for name in ("load_bytes", "store_bytes", "spill_bytes"):
-            assert getattr(ours, name) == getattr(theirs, name)
-        assert ours.load_s > 0
-        assert ours.store_s > 0
-        assert 0 <= ours.exposed_s < 1
+            assert getattr(replayed, name) == getattr(eager, name)
+        assert replayed.load_s > 0
+        assert replayed.store_s > 0
+        assert 0 <= replayed.exposed_s < 1
 
 
 def test_what_nothing_hides_is_exposed() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from swiftkv.transport.topology import choose_transport, read_topology
+
+pytestmark = pytest.mark.gpu
 
 
 def test_the_gpus_that_cuda_sees() -> None:
