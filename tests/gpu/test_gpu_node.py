@@ -1,8 +1,10 @@
-"""A real node with two engines on one GPU: lending changes no token, and every part of an engine serves there."""
+"""A real node with two engines on one GPU: lending changes no answer, and every part of an engine serves there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ pytestmark = pytest.mark.gpu
 
 LONG, MAX_TOKENS = 700, 24  # tokens; the master's own pool holds 512
 POOL_TOKENS = 512
+CLOSE = 0.2
+"""The most by which two log-probabilities of one token may differ. Rounding to bfloat16 changes those of the tiny model
+by up to 0.1, and wrong KV by their standard deviation, 1.5."""
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +67,37 @@ def prompts() -> list[list[int]]:
     return [first, first[: LONG // 2] + short, short, single]
 
 
-def answer(node: NodeProcess, model: str, prompt: list[int], **body: Any) -> list[int]:
-    fixed = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    response = httpx.post(
-        f"{node.url}/v1/completions", json={"model": model, "prompt": prompt, **fixed, **body}, timeout=DEADLINE_S
-    )
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer, as `token_id:7`, and the log-probabilities of the likeliest tokens in its place."""
+
+    name: str
+    likeliest: dict[str, float]
+
+    def logprob(self, name: str) -> float:
+        return self.likeliest.get(name, -math.inf)
+
+
+def answer(node: NodeProcess, model: str, prompt: list[int], **body: Any) -> list[Token]:
+    fixed = {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 5}
+    asked = {"model": model, "prompt": prompt, "return_tokens_as_token_ids": True, **fixed, **body}
+    response = httpx.post(f"{node.url}/v1/completions", json=asked, timeout=DEADLINE_S)
     assert response.status_code == 200, response.text
-    token_ids: list[int] = response.json()["choices"][0]["token_ids"]
-    return token_ids
+    logprobs = response.json()["choices"][0]["logprobs"]
+    return [Token(*both) for both in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)]
+
+
+def assert_same(found: Sequence[Token], expected: Sequence[Token]) -> None:
+    """Assert that two greedy answers are the same up to a near tie, if there is one.
+
+    Lending changes how prompts are divided into steps, and with that how a GPU rounds, which may decide a near tie.
+    """
+    assert len(found) == len(expected) == MAX_TOKENS
+    for token, other in zip(found, expected, strict=True):
+        for name in (token.name, other.name):
+            assert token.logprob(name) == pytest.approx(other.logprob(name), abs=CLOSE)
+        if token.name != other.name:
+            return
 
 
 def metric(node: NodeProcess, name: str, model: str) -> float:
@@ -83,7 +111,7 @@ def lending(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
+def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[Token]]]:
     """Without lending, in a pool of its own that holds everything."""
     config = {"node": {"port": 0, "lending": "off"}, "models": models(checkpoint, 4096, enforce_eager=True)}
     with serve(config, tmp_path_factory.mktemp("alone") / "node") as node:
@@ -91,19 +119,20 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     remove(node.temporary)
 
 
-def test_lending_changes_no_token(
-    lending: dict[str, Any], checkpoint: Path, expected: list[list[int]], tmp_path: Path
+def test_lending_changes_no_answer(
+    lending: dict[str, Any], checkpoint: Path, expected: list[list[Token]], tmp_path: Path
 ) -> None:
     config = {"node": {"port": 0, "lending": lending}, "models": models(checkpoint, POOL_TOKENS)}
     with serve(config, tmp_path / "node") as node:
         wanted = "p2p" if lending["transport"] == "p2p" else "peer: both pools are on GPU 0"
         assert any(f"memory of GPUs uses {wanted}" in line for line in node.lines), node.lines
         wait_for("something to be lent", lambda: metric(node, "swiftkv:borrowed_bytes", "long") > bytes_of(POOL_TOKENS))
-        assert [answer(node, "long", prompt) for prompt in prompts()] == expected
+        for prompt, tokens in zip(prompts(), expected, strict=True):
+            assert_same(answer(node, "long", prompt), tokens)
         assert metric(node, "swiftkv:layer_stream_load_seconds_sum", "long") > 0
         is_in_graphs = lending.get("io_backend") == "kernel"
         assert (metric(node, "swiftkv:cuda_graph_misses_total", "long") == 0) == is_in_graphs
-        assert answer(node, "idle", prompts()[2]) == expected[2]
+        assert_same(answer(node, "idle", prompts()[2]), expected[2])
         assert metric(node, "swiftkv:cuda_graph_hits_total", "idle") >= MAX_TOKENS - 1
         answer(node, "idle", prompts()[2], temperature=0.8, top_p=0.9, top_k=40, logprobs=3, presence_penalty=0.5)
     remove(node.temporary)
