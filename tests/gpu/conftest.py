@@ -1,4 +1,4 @@
-"""Needs CUDA, torch, triton and no extension: `PYTHONPATH=. python -m pytest tests/gpu -q -p no:cacheprovider`."""
+"""Needs CUDA, torch, triton and no extension: `PYTHONPATH=. python -m pytest tests/gpu -rs -p no:cacheprovider`."""
 
 from __future__ import annotations
 
