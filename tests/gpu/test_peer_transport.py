@@ -197,7 +197,7 @@ def test_what_is_not_there_fails_when_it_is_waited_for_and_copies_nothing(
         with pytest.raises(TransferError, match="outside of the pools"):
             transport.wait(ticket)
         transport.wait(ticket)  # said once
-    with pytest.raises(TransferError, match="layer 3"):
+    with pytest.raises(TransferError, match="no layer block 3"):
         transport.wait(transport.submit(None, one, GROUP.num_layers))
     transport.settle()
     assert not pool.tensor.any()
