@@ -177,12 +177,17 @@ def main() -> None:
     pool = torch.empty(POOL_BYTES, dtype=torch.uint8, device="cuda")
     pool.view(torch.bfloat16).normal_()
     rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {"device": device, "copy_bytes_per_s": bandwidth, "matrix_flop_per_s": rate, "rows": rows}
+
+    def save() -> None:
+        if arguments.out:
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     def report(block_size: int, case: str, seconds: float, achieved: str, fraction: float) -> None:
         print(f"b{block_size:<4} {case:<26}{seconds * 1e6:10.1f} us {achieved:>14} {fraction:7.1%}", flush=True)
         rows.append({"block_size": block_size, "case": case, "s": seconds, "fraction": fraction})
+        save()
 
-    results: dict[str, Any] = {"device": device, "copy_bytes_per_s": bandwidth, "matrix_flop_per_s": rate, "rows": rows}
     for block_size in arguments.block_sizes:
         head_dim = arguments.head_dim
         spec = AttentionSpec(
@@ -213,8 +218,7 @@ def main() -> None:
             )
         if arguments.tune:
             results.setdefault("tuning", []).extend(tune(spec, pool, bandwidth, rate, arguments.seconds / 2))
-        if arguments.out:
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            save()
 
 
 if __name__ == "__main__":
