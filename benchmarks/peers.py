@@ -102,7 +102,10 @@ def decode(batch: int) -> Load:
         answers = await asyncio.gather(*(session.ask(server, prompt, NUM_DECODED) for prompt in prompts))
         stamps_s = [list(accumulate(answer.itls_s, initial=answer.start_s + answer.ttft_s)) for answer in answers]
         begin_s, end_s = max(stamps[0] for stamps in stamps_s), min(stamps[-1] for stamps in stamps_s)
-        num_tokens = sum(sum(begin_s < stamp <= end_s for stamp in stamps) for stamps in stamps_s)
+        num_pieces = [sum(begin_s < stamp <= end_s for stamp in stamps) for stamps in stamps_s]
+        # A piece has several tokens where a server drafts: on average, the answer's tokens over its pieces.
+        tokens_a_piece = [(answer.num_output_tokens - 1) / len(answer.itls_s) for answer in answers]
+        num_tokens = sum(count * tokens for count, tokens in zip(num_pieces, tokens_a_piece, strict=True))
         return num_tokens / (end_s - begin_s)
 
     return Load(f"decode_{batch}", f"decode, batch {batch}", "tok/s", measure)

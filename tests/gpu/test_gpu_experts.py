@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,8 +38,8 @@ def draw_layer(
         activation,
         [
             ExpertWeights(
-                *(draw(*shape, scale=2 * shape[1] ** -0.5).to(dtype) for shape in shapes),
-                *(draw(shape[0]).to(dtype) if activation is GPT_OSS else None for shape in shapes),
+                *[draw(*shape, scale=2 * shape[1] ** -0.5).to(dtype) for shape in shapes],
+                *[draw(shape[0]).to(dtype) if activation is GPT_OSS else None for shape in shapes],
             )
             for _ in range(num_experts)
         ],
@@ -50,9 +52,14 @@ def draw_choices(num_tokens: int, num_experts: int, top_k: int) -> Choices:
 
 
 def in_float64(layer: ExpertLayer) -> ExpertLayer:
-    fields = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+    def widen(part: Any) -> Any:
+        return None if part is None else part.double()
+
     wide = [
-        ExpertWeights(*(None if (part := getattr(expert, field)) is None else part.double() for field in fields))
+        ExpertWeights(
+            *[widen(part) for part in (expert.gate, expert.up, expert.down)],
+            *[widen(part) for part in (expert.gate_bias, expert.up_bias, expert.down_bias)],
+        )
         for expert in layer.weights
     ]
     return ExpertLayer(layer.num_experts, layer.activation, wide)
