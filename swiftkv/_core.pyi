@@ -264,7 +264,8 @@ class StepWork:
     def add_row(self, begin: int, num_tokens: int, num_guesses: int = 0) -> None:
         """Add a row of `num_tokens` tokens after the first `begin` of its sequence.
 
-        One token with guesses at the next ones counts as a row of one token: keys and values are read once for all.
+        One token with guesses at the next ones counts as so many rows of one token, whose keys and values are read
+        once.
         """
 
 class StepTime:

@@ -149,7 +149,7 @@ int Policy::next_chunk(const Request& r, int budget, const StepWork& work, doubl
 double Policy::guess_price(Running running) const {
     const StepWork decodes = decodes_of(running);
     if (!step_time_.is_known() || decodes.num_rows == 0) return 0;
-    return step_time_.token_s() * decodes.num_rows / step_time_.predict(decodes);
+    return step_time_.row_s() * decodes.num_rows / step_time_.predict(decodes);
 }
 
 int Policy::draft_length(const Request& r, int most) const {

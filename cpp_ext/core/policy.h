@@ -75,12 +75,11 @@ class Policy {
     // The seconds that tokens `begin` to `end` of a prompt are expected to take beside the running requests; nullopt
     // while step times are not known.
     std::optional<double> prefill_s(int begin, int end, Running running) const;
-    // How often a guess must be right to be worth computing: the part of a step's time that its tokens take beside
-    // those of the running requests, for each token that the step yields without guesses. 0 while step times are not
-    // known.
+    // How often a guess must be right to be worth computing: the time that it adds to a step, in relation to the time
+    // that a step of the running requests takes for each of its tokens. 0 while step times are not known.
     double guess_price(Running running) const;
     // The seconds that guesses take of a step; 0 while step times are not known.
-    double guesses_s(int num_guesses) const { return num_guesses * step_time_.token_s(); }
+    double guesses_s(int num_guesses) const { return num_guesses * step_time_.row_s(); }
     // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless that is known
     // and in the step.
     int draft_length(const Request& request, int most) const;

@@ -45,7 +45,7 @@ Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
 
 void StepWork::add_row(int begin, int count, int num_guesses) {
     num_tokens += count;
-    num_rows += 1;
+    num_rows += 1 + num_guesses;
     if (count - num_guesses == 1) {
         decode_context += begin + count;
     } else {

@@ -15,7 +15,7 @@ struct StepWork {
     double num_copies = 0;  // blocks copied to or from a lower place, or within the pool
 
     // Adds a row of `num_tokens` tokens after the first `begin` of its sequence. One token with guesses at the next
-    // ones counts as a row of one token, because keys and values are read once for all of them.
+    // ones counts as so many rows of one token, which all sample, but keys and values are read once for all of them.
     void add_row(int begin, int num_tokens, int num_guesses = 0);
 };
 
@@ -46,8 +46,8 @@ class StepTime {
     int longest_chunk(const StepWork& work, int begin, double limit_s) const;
     // The mean of |predicted - measured| / measured over recent steps; 0 before any step was predicted.
     double error_ratio() const { return error_ratio_; }
-    // The seconds that one token more takes, apart from attention.
-    double token_s() const { return coefficients_[0]; }
+    // The seconds that one more row of one token takes, apart from attention.
+    double row_s() const { return coefficients_[0] + coefficients_[3]; }
     const Terms& coefficients() const { return coefficients_; }
     // The coefficients that fit the last few thousand steps. They serve forecasts over minutes, whose work may differ
     // from that of the last hundred steps.

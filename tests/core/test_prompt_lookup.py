@@ -62,14 +62,14 @@ def test_drafts_are_those_of_a_plain_search() -> None:
     assert (stats.drafts_total, stats.draft_tokens_total) == (num_drafts, num_guesses)
 
 
-def test_a_draft_counts_as_one_row_of_a_step() -> None:
+def test_a_draft_counts_as_rows_whose_keys_are_read_once() -> None:
     e = Engine(replace(PLAIN, lookup=LOOKUP))
     e.add(1, [0, 1, 2] * 4, max_tokens=30)
     e.step()
     plan = e.schedule()
     assert plan is not None
     assert len(plan.token_ids) > 1
-    assert (plan.work.num_rows, plan.work.prompt_pairs) == (1, 0)
+    assert (plan.work.num_rows, plan.work.prompt_pairs) == (len(plan.token_ids), 0)
     assert plan.work.decode_context == plan.context_lens[0]
 
 

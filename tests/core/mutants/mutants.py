@@ -720,6 +720,7 @@ MUTANTS = [
     one("a longer match goes before a later one", DRAFTING, "end, lookup.longest);", "end, 1 << 20);"),
     one("guesses behind a wrong one count", DRAFTING, "std::min(num_right + 1, num_guesses)", "num_guesses"),
     one("a row of guesses is a prompt", PLAN, "static_cast<int>(row.draft.size()));", "0);"),
+    one("guesses are no rows", STEP_TIME, "num_rows += 1 + num_guesses;", "num_rows += 1;"),
     one("prompts leave no time for guesses", BUILDER, " - policy_.guesses_s(num_guesses)", ""),
     one(
         "nothing is drafted behind a prompt",
