@@ -24,7 +24,7 @@ _ARENA_MAX = -8  # mallopt(3)
 _OOM_SCORE_ADJ = Path("/proc/self/oom_score_adj")
 _MORE_EXPENDABLE = 300
 _MOST_EXPENDABLE = 1000
-_SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")
+_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH", "TRITON_CACHE_DIR")
 _STOPPED_STATES = frozenset("Tt")  # by a signal, by a debugger
 
 
@@ -34,8 +34,11 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def fix_search_paths() -> None:
-    """Make the relative paths absolute by which processes find modules and libraries: those of a node run in `/`."""
-    for variable in _SEARCH_PATHS:
+    """Make the relative paths absolute by which processes find modules, libraries and compiled kernels.
+
+    The processes of a node run in `/`.
+    """
+    for variable in _PATHS:
         if paths := os.environ.get(variable):
             os.environ[variable] = os.pathsep.join(map(os.path.abspath, paths.split(os.pathsep)))
 

@@ -79,9 +79,11 @@ def test_search_paths_lead_to_the_same_directories_from_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "backends:/usr/lib")
+    monkeypatch.setenv("TRITON_CACHE_DIR", ".triton")
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     fix_search_paths()
     assert os.environ["PYTHONPATH"] == f"{tmp_path}/backends:/usr/lib"
+    assert os.environ["TRITON_CACHE_DIR"] == f"{tmp_path}/.triton"
     assert "LD_LIBRARY_PATH" not in os.environ
 
 

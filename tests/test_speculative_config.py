@@ -39,8 +39,10 @@ def test_steps_of_a_model_with_drafts_are_not_planned_ahead() -> None:
     ("section", "options", "mistake"),
     [
         ({"method": "eagle"}, {}, "method: 'eagle' is not ngram, the only method there is"),
-        ({"num_speculative_tokens": 0}, {}, "num_speculative_tokens: 0 is not an integer of at least 1"),
-        ({"prompt_lookup_min": 0}, {}, "prompt_lookup_min: 0 is not an integer of at least 1"),
+        ({"num_speculative_tokens": 0}, {}, "num_speculative_tokens: 0 is not an integer from 1 to 64"),
+        ({"num_speculative_tokens": 65}, {}, "num_speculative_tokens: 65 is not an integer from 1 to 64"),
+        ({"prompt_lookup_min": 0}, {}, "prompt_lookup_min: 0 is not an integer from 1 to 64"),
+        ({"prompt_lookup_max": 65}, {}, "prompt_lookup_max: 65 is not an integer from 1 to 64"),
         ({"prompt_lookup_min": 9}, {}, "prompt_lookup_min: 9 is more than prompt_lookup_max (8); lower it or raise"),
         ({}, {"task": "embed"}, "num_speculative_tokens: a model with task: embed generates no tokens; drop"),
         ({}, {"async_scheduling": True}, "num_speculative_tokens: with async_scheduling: true a step begins before"),
