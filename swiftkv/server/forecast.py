@@ -19,6 +19,7 @@ from swiftkv.server.sent_prefixes import Found, SentPrefixes
 _USUAL_ANSWER_TOKENS = 128.0  # until some have ended
 _RECENT_ANSWERS = 32
 _RECENT_STEPS = 16
+_RECENT_ROWS = 64  # of answers in steps
 _LEAST_TTFT_S = 1e-6
 _PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.3
 """The part of similar requests that must be in time for one to be taken: if later ones cannot go first, or can.
@@ -71,7 +72,8 @@ class Forecast:
         ttft_s: Until its first token, if as many prompts overtake it as did lately.
         hopeful_ttft_s: `ttft_s` times a quantile of the latest errors on similar prompts.
         alone_ttft_s: `ttft_s` if nothing else waited.
-        tpot_s: The least time for each further token: that of a step with the current answers and its own.
+        tpot_s: The least time for each further token: that of a step with the current answers and its own, divided by
+            the tokens that an answer has lately got from a step.
         answer_s: From the first token to the last of an answer of the usual length.
     """
 
@@ -93,12 +95,17 @@ class Work:
 
 @dataclass(slots=True)
 class _AnswerInProgress:
-    """A sequence that has a token: how many tokens it attends to, holds alone, and has generated."""
+    """A sequence that has a token: how many tokens it attends to, holds alone, and has generated.
+
+    `step_tokens` of them came with the step that ended at `step_end_s`: several, if it has drafts.
+    """
 
     context: int
     held: int
     priority: int
     num_tokens: int = 0
+    step_tokens: int = 0
+    step_end_s: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -131,6 +138,7 @@ class EngineForecast:
         self._last_step_s = 0.0
         self._step_s = 0.0  # the recent time of steps with answers
         self._answer_tokens = _USUAL_ANSWER_TOKENS
+        self._tokens_a_step = 1.0  # that an answer gets
 
     def learn(self, step_time_s: Sequence[float]) -> None:
         """Take over the coefficients of STEP_TIME_TERMS; ignore an empty sequence: the engine knows none yet."""
@@ -178,6 +186,7 @@ class EngineForecast:
             if request_id in self._forecasts:
                 num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
                 self._errors.note(num_left, forecast_s, now_s - arrived_s)
+        self._note_row(answer, now_s)
         answer.context += 1
         answer.held += 1
         answer.num_tokens += 1
@@ -251,7 +260,7 @@ class EngineForecast:
         queued_s = rest_s + ahead.work_s + own_s + beside_s + whole * pace.overhead_s
         queued_s /= 1 - self._queue.overtaking_part(own, pace, queued_s)
         room_s = self._room_s(own, ahead)
-        tpot_s = self._decodes_s(1, prompt.num_tokens)
+        tpot_s = self._decodes_s(1, prompt.num_tokens) / self._tokens_a_step
         ttft_s = max(queued_s, room_s + alone_s, _LEAST_TTFT_S)
         hopeful_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
         return Forecast(ttft_s, hopeful_s, alone_s, tpot_s, self._answer_tokens * tpot_s)
@@ -278,6 +287,15 @@ class EngineForecast:
         if self._answers:
             self._step_s += (now_s - self._last_step_s - self._step_s) / _RECENT_STEPS
         self._last_step_s = now_s
+
+    def _note_row(self, answer: _AnswerInProgress, now_s: float) -> None:
+        """Note that an answer gets a token; those of one step come at one time."""
+        if now_s == answer.step_end_s:
+            answer.step_tokens += 1
+            return
+        if answer.step_tokens:
+            self._tokens_a_step += (answer.step_tokens - self._tokens_a_step) / _RECENT_ROWS
+        answer.step_tokens, answer.step_end_s = 1, now_s
 
     def _decodes_s(self, num_more: int = 0, context: int = 0) -> float:
         token_s, _, context_s, row_s, _, step_s = self._costs
@@ -318,7 +336,7 @@ class EngineForecast:
         if num_ends <= 0:
             return 0.0
         part = math.ceil(num_ends) / num_answers
-        return part * self._answer_tokens * max(self._step_s, self._decodes_s())
+        return part * self._answer_tokens * max(self._step_s, self._decodes_s()) / self._tokens_a_step
 
 
 def _num_left(num_tokens: int, num_cached: int) -> int:

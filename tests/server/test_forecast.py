@@ -150,6 +150,21 @@ def test_a_token_takes_at_least_as_long_as_a_step_with_all_answers() -> None:
     assert found.tpot_s == pytest.approx(0.02 + 4 * 0.003 + 400e-5)
 
 
+@pytest.mark.parametrize("tokens_a_step", [1, 4])
+def test_several_tokens_a_step_come_sooner_and_end_the_answer_sooner(tokens_a_step: int) -> None:
+    of = forecast(max_num_seqs=1)
+    of.add(1, NewPrompt(10), 0.0)
+    for step in range(1, 501):
+        for _ in range(tokens_a_step):
+            of.token(1, step * STEP_S)
+    now_s = 500 * STEP_S
+    found = of.of(NewPrompt(10), now_s)
+    assert found is not None
+    assert found.tpot_s == pytest.approx((STEP_S + 2 * TOKEN_S) / tokens_a_step, rel=0.01)
+    # The answer ends after 128 tokens, for all that is known, and leaves its slot.
+    assert found.ttft_s == pytest.approx(128 * (STEP_S + TOKEN_S) / tokens_a_step, rel=0.1)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "hrrn", "deadline"])
 def test_a_flood_of_another_flow_is_ahead_by_its_share_only(policy: SchedulingPolicy) -> None:
     of = forecast(policy)
