@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig
+from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, PromptLookup
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.ranks import ReceivedStep, pack_step, pools_of, unpack_step
 from swiftkv.engine.runner import ModelRunner
@@ -177,6 +177,14 @@ def test_a_rank_that_is_waited_for_in_vain_is_an_error(tmp_path: Path) -> None:
             one.all_gather(torch.zeros(1))
         with pytest.raises(EngineError):  # a rank that comes too late notices at once
             two.all_gather(torch.zeros(1))
+
+
+def test_drafts_change_no_answer_of_two_ranks(checkpoint: Path, engine: EngineProcess) -> None:
+    asked: dict[str, object] = {"max_tokens": NUM_TOKENS, "logit_bias": {11: 8.0}}  # so that answers repeat themselves
+    with start(checkpoint, 2, prompt_lookup=PromptLookup(7, 1, 8)) as drafting:
+        answers = [e.generate(mixed_prompts(), **asked) for e in (engine, drafting)]
+        assert drafting.wait_for_rest().accepted_draft_tokens_total > NUM_TOKENS
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

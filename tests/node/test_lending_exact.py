@@ -1,4 +1,7 @@
-"""Answers with lending are those without, token for token: on real nodes, whatever moves meanwhile."""
+"""Answers with lending are those without, token for token: on real nodes, whatever moves meanwhile.
+
+Masters that plan no step ahead make drafts, which change no token either.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ def master(name: str, dtype: str, checkpoints: dict[str, Path], memory: str, is_
         "max_num_batched_tokens": 256,
         "max_num_seqs": 16,
         "async_scheduling": is_ahead,
+        "speculative_config": "off" if is_ahead else {},
         "kv_cache": {"memory": memory},
     }
 
@@ -82,7 +86,10 @@ def node(
     remove(temporary)
 
 
-def test_two_masters_borrow_from_one_worker_and_answer_exactly(node: LendingNode, reference: Reference) -> None:
+def test_two_masters_borrow_from_one_worker_and_answer_exactly(
+    node: LendingNode, reference: Reference, request: pytest.FixtureRequest
+) -> None:
+    _, _, is_ahead = request.node.callspec.params["node"]
     for name in MASTERS:
         node.wait_until_lent("broad", name)
         assert node.hold_all(name, CONVERSATIONS) == reference.answers(name, CONVERSATIONS)
@@ -90,6 +97,8 @@ def test_two_masters_borrow_from_one_worker_and_answer_exactly(node: LendingNode
         assert node.metric("swiftkv:borrowed_bytes", borrower=name, lender="broad") > 0
     again = node.hold_all("float32", CONVERSATIONS)
     assert again == reference.answers("float32", CONVERSATIONS)
+    for name in MASTERS:
+        assert (node.metric("vllm:spec_decode_num_accepted_tokens_total", model_name=name) > 0) == (not is_ahead)
     assert node.metric("swiftkv:prefix_hit_tokens_total", model_name="float32", tier="peer") > 0
     node.assert_at_rest("broad", *MASTERS)
 
