@@ -98,7 +98,7 @@ def test_two_masters_borrow_from_one_worker_and_answer_exactly(
     again = node.hold_all("float32", CONVERSATIONS)
     assert again == reference.answers("float32", CONVERSATIONS)
     for name in MASTERS:
-        assert (node.metric("vllm:spec_decode_num_accepted_tokens_total", model_name=name) > 0) == (not is_ahead)
+        assert (node.metric("vllm:spec_decode_num_draft_tokens_total", model_name=name) > 0) == (not is_ahead)
     assert node.metric("swiftkv:prefix_hit_tokens_total", model_name="float32", tier="peer") > 0
     node.assert_at_rest("broad", *MASTERS)
 
