@@ -717,7 +717,6 @@ MUTANTS = [
     ),
     one("the earliest match is copied", DRAFTING, "length > best.length)", "length >= best.length)"),
     one("any match will do", DRAFTING, "length >= lookup.shortest && ", ""),
-    one("a longer match goes before a later one", DRAFTING, "end, lookup.longest);", "end, 1 << 20);"),
     one("guesses behind a wrong one count", DRAFTING, "std::min(num_right + 1, num_guesses)", "num_guesses"),
     one("a row of guesses is a prompt", PLAN, "static_cast<int>(row.draft.size()));", "0);"),
     one("guesses are no rows", STEP_TIME, "num_rows += 1 + num_guesses;", "num_rows += 1;"),
