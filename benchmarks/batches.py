@@ -35,7 +35,6 @@ from lending_node import (
     table,
     write_report,
 )
-from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.bench.client import TimedAnswer, send
 
@@ -126,11 +125,7 @@ class Batch:
 
 def generated_tokens(node: Node) -> int:
     """Return the tokens that the engine has generated since it started."""
-    text = httpx.get(f"{node.url}/metrics", timeout=120).text
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return int(
-        next(s.value for s in samples if s.name == "vllm:generation_tokens_total" and s.labels["model_name"] == NAME)
-    )
+    return int(node.metrics(NAME)["vllm:generation_tokens_total"])
 
 
 async def serve_clients(node: Node, tokens: Tokens, args: argparse.Namespace, number: int) -> list[TimedAnswer]:

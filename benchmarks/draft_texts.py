@@ -28,9 +28,11 @@ from typing import Any
 
 import numpy as np
 from lending_node import parser, say, table, write_report
+from msgspec import structs
 
 from swiftkv._core import GroupSpec, Scheduler
 from swiftkv.checkpoint import read_texts, standard_library_files, train_tokenizer
+from swiftkv.engine.messages import PromptLookup
 
 _BLOCK_SIZE = 16
 _NO_STOP = np.array([], np.int32)
@@ -44,17 +46,7 @@ class Text:
     answer: list[int]
 
 
-@dataclass(frozen=True)
-class Lookup:
-    num_speculative_tokens: int
-    shortest: int
-    longest: int
-
-    def __str__(self) -> str:
-        return f"{self.num_speculative_tokens} guesses, {self.shortest} to {self.longest} last tokens"
-
-
-LOOKUPS = (Lookup(7, 1, 8), Lookup(3, 1, 8), Lookup(15, 1, 8), Lookup(7, 2, 5), Lookup(7, 5, 5))
+LOOKUPS = tuple(PromptLookup(*each) for each in ((7, 1, 8), (3, 1, 8), (15, 1, 8), (7, 2, 5), (7, 5, 5)))
 
 
 @dataclass
@@ -66,7 +58,7 @@ class Count:
     guesses: int = 0
     right: int = 0
 
-    def add(self, text: Text, lookup: Lookup, price: float) -> None:
+    def add(self, text: Text, lookup: PromptLookup, price: float) -> None:
         length = len(text.prompt) + len(text.answer)
         scheduler = Scheduler(
             [GroupSpec(1, length // _BLOCK_SIZE + 2)],
@@ -74,9 +66,7 @@ class Count:
             max_num_seqs=64,
             max_num_batched_tokens=max(len(text.prompt), 64),
             max_model_len=length + 1,
-            num_speculative_tokens=lookup.num_speculative_tokens,
-            prompt_lookup_min=lookup.shortest,
-            prompt_lookup_max=lookup.longest,
+            **structs.asdict(lookup),
         )
         if price:
             scheduler.remember_step_time([price, 0.0, 0.0, 0.0, 0.0, 1 - price])
@@ -156,9 +146,11 @@ def main() -> None:
             for text in texts_of_load:
                 count.add(text, lookup, price)
             speed = count.tokens / (count.steps + price * count.guesses)
-            figures.append({"load": name, "lookup": asdict(lookup), "price": price, "speed": speed, **asdict(count)})
+            figures.append({"load": name, **structs.asdict(lookup), "price": price, "speed": speed, **asdict(count)})
+            drafts = f"{lookup.num_speculative_tokens} guesses, "
+            drafts += f"{lookup.prompt_lookup_min} to {lookup.prompt_lookup_max} last tokens"
             rows.append((
-                f"{name}, {len(texts_of_load)} texts", str(lookup), f"{price:g}", f"{count.tokens / count.steps:.2f}",
+                f"{name}, {len(texts_of_load)} texts", drafts, f"{price:g}", f"{count.tokens / count.steps:.2f}",
                 f"{count.guesses / count.steps:.2f}", f"{count.right / max(1, count.guesses):.0%}", f"x {speed:.2f}",
             ))  # fmt: skip
     say(table(("load", "drafts", "price", "tokens a step", "guesses a step", "right", "speed"), rows))

@@ -24,7 +24,6 @@ from typing import Any
 
 import httpx
 from lending_node import EXTRA, Node, Tokens, make_shape, model, nodes_up, only, parser, say, table, write_report
-from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.bench.client import Target, TimedAnswer, send
 
@@ -86,11 +85,7 @@ def rate(done: Sequence[TimedAnswer]) -> float:
 
 def guesses_so_far(node: Node) -> tuple[float, float]:
     """Return the guesses that a node has made, and those that were right."""
-    values = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(httpx.get(f"{node.url}/metrics").text)
-        for sample in family.samples
-    }
+    values = node.metrics("drafts")
     return values["vllm:spec_decode_num_draft_tokens_total"], values["vllm:spec_decode_num_accepted_tokens_total"]
 
 

@@ -175,13 +175,18 @@ class Node:
                 raise SystemExit(f"{self.name}: {master} borrowed {borrowed} bytes, {num_bytes} were expected")
             time.sleep(0.05)
 
+    def metrics(self, model: str) -> dict[str, float]:
+        """Return a model's metrics by name; where there is one for each tier, that of peers."""
+        return {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(self._http.get(f"{self.url}/metrics").text)
+            for sample in family.samples
+            if sample.labels.get("model_name") == model and sample.labels.get("tier", "peer") == "peer"
+        }
+
     def stream_seconds(self, model: str) -> StreamSeconds:
         """Return the engine's own sums, which are complete only when it is at rest."""
-        values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self._http.get(f"{self.url}/metrics").text):
-            for sample in family.samples:
-                if sample.labels.get("model_name") == model and sample.labels.get("tier", "peer") == "peer":
-                    values[sample.name] = sample.value
+        values = self.metrics(model)
         return StreamSeconds(
             values.get("swiftkv:layer_stream_load_seconds_count", 0.0),
             values.get("swiftkv:layer_stream_load_seconds_sum", 0.0),

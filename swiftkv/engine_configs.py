@@ -106,9 +106,7 @@ def _tier_spec(config: Config, model: ModelConfig) -> TierSpec | None:
 
 def _prompt_lookup(model: ModelConfig) -> PromptLookup | None:
     drafts = model.speculative_config
-    if drafts is None:
-        return None
-    return PromptLookup(drafts.num_speculative_tokens, drafts.prompt_lookup_min, drafts.prompt_lookup_max)
+    return None if drafts is None else PromptLookup(**drafts.model_dump(exclude={"method"}))
 
 
 def _kv_events_spec(model: ModelConfig) -> KVEventsSpec | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from swiftkv._core import GroupSpec, Scheduler, StepPlan
@@ -30,7 +31,7 @@ _RENDEZVOUS_TIMEOUT_S = 10.0
 
 def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Scheduler:
     """Make the scheduler of an engine, with the links that its configuration names."""
-    spec, lookup = config.lending, config.prompt_lookup
+    spec = config.lending
     scheduler = Scheduler(
         group_specs,
         block_size=config.block_size,
@@ -48,9 +49,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
-        num_speculative_tokens=lookup.most if lookup else None,
-        prompt_lookup_min=lookup.shortest if lookup else 1,
-        prompt_lookup_max=lookup.longest if lookup else 1,
+        **(msgspec.structs.asdict(config.prompt_lookup) if config.prompt_lookup else {}),
     )
     if config.step_time_s:
         scheduler.remember_step_time(config.step_time_s)

@@ -76,11 +76,11 @@ class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptLookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `speculative_config`: drafts of up to `most` tokens, found where up to `longest` last ones occurred."""
+    """The `speculative_config` of a model, as the arguments of the scheduler."""
 
-    most: int
-    shortest: int
-    longest: int
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
 
 
 class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
