@@ -44,10 +44,4 @@ void GuessRate::rest() {
     rate_ += (kFirst - rate_) * kPerRest;
 }
 
-int GuessRate::num_worth(double price, int most) const {
-    int count = 0;
-    for (double all_right = rate_; count < most && all_right > price; all_right *= rate_) ++count;
-    return count;
-}
-
 }  // namespace swiftkv

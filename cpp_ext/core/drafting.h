@@ -36,9 +36,8 @@ class GuessRate {
     void note(int num_right, int num_guesses);
     // Notes that nothing was guessed behind a match. In time, a request whose guesses were wrong is tried again.
     void rest();
-    // Returns the number of guesses, at most `most`, each of which is expected to be right, as are those before it,
-    // more often than in `price` of all cases.
-    int num_worth(double price, int most) const;
+    // How often the next guess is expected to be right, and each one after it if all before it were.
+    double value() const { return rate_; }
 
   private:
     static constexpr double kFirst = 0.875;  // high, so that guesses are tried even where they are expensive

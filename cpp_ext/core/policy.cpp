@@ -146,10 +146,22 @@ int Policy::next_chunk(const Request& r, int budget, const StepWork& work, doubl
     return std::min({r.num_remaining(), budget, threshold, timely_chunk(r, work, limit_s)});
 }
 
-double Policy::guess_price(Running running) const {
-    const StepWork decodes = decodes_of(running);
-    if (!step_time_.is_known() || decodes.num_rows == 0) return 0;
-    return step_time_.row_s() * decodes.num_rows / step_time_.predict(decodes);
+int Policy::num_worthy_guesses(Running running, std::span<const double> chances) const {
+    StepWork work = decodes_of(running);
+    if (!step_time_.is_known() || work.num_rows == 0) return static_cast<int>(chances.size());
+    double num_tokens = work.num_rows;
+    double fastest = num_tokens / step_time_.decode_s(work);
+    size_t num_worthy = 0;
+    for (size_t i = 0; i < chances.size(); ++i) {
+        work.num_tokens += 1;
+        work.num_rows += 1;
+        num_tokens += chances[i];
+        const double tokens_per_s = num_tokens / step_time_.decode_s(work);
+        if (tokens_per_s <= fastest) continue;
+        fastest = tokens_per_s;
+        num_worthy = i + 1;
+    }
+    return static_cast<int>(num_worthy);
 }
 
 int Policy::draft_length(const Request& r, int most) const {

@@ -75,9 +75,10 @@ class Policy {
     // The seconds that tokens `begin` to `end` of a prompt are expected to take beside the running requests; nullopt
     // while step times are not known.
     std::optional<double> prefill_s(int begin, int end, Running running) const;
-    // How often a guess must be right to be worth computing: the time that it adds to a step, in relation to the time
-    // that a step of the running requests takes for each of its tokens. 0 while step times are not known.
-    double guess_price(Running running) const;
+    // The number of guesses to compute beside the running requests, so that answers get the most tokens a second.
+    // `chances` says how often each guess is expected to yield a token, highest first. All of them while step times are
+    // not known.
+    int num_worthy_guesses(Running running, std::span<const double> chances) const;
     // The seconds that guesses take of a step; 0 while step times are not known.
     double guesses_s(int num_guesses) const { return num_guesses * step_time_.row_s(); }
     // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless that is known

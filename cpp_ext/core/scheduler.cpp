@@ -210,16 +210,34 @@ StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
     return result;
 }
 
-// Gives a draft to each running request that has a token.
+// Gives a draft to each running request whose last tokens occurred before, if it pays.
 void Scheduler::guess() {
-    const double price = policy_.guess_price(roster_.running());
+    struct Draft {
+        Request* request;
+        Match match;
+        int length = 0;
+    };
+    std::vector<Draft> drafts;
     for (Request* r : roster_.running()) {
         if (!r->has_answer()) continue;
         const Match match = find_match(r->tokens, *limits_.prompt_lookup);
-        if (match.length == 0) continue;
-        const int count = r->guess_rate.num_worth(price, limits_.prompt_lookup->num_speculative_tokens);
-        if (count == 0) r->guess_rate.rest();
-        r->draft = copy_behind(match, r->tokens, count);
+        if (match.length > 0) drafts.push_back({r, match});
+    }
+    std::vector<std::pair<double, size_t>> guesses;  // the chance of each, and its draft's place
+    for (size_t i = 0; i < drafts.size(); ++i) {
+        const double rate = drafts[i].request->guess_rate.value();
+        double all_right = 1;
+        for (int k = 0; k < limits_.prompt_lookup->num_speculative_tokens; ++k)
+            guesses.emplace_back(all_right *= rate, i);
+    }
+    std::ranges::stable_sort(guesses, std::greater(), &std::pair<double, size_t>::first);
+    std::vector<double> chances(guesses.size());
+    std::ranges::transform(guesses, chances.begin(), &std::pair<double, size_t>::first);
+    const int num_worthy = policy_.num_worthy_guesses(roster_.running(), chances);
+    for (int k = 0; k < num_worthy; ++k) ++drafts[guesses[k].second].length;
+    for (const auto& [request, match, length] : drafts) {
+        if (length == 0) request->guess_rate.rest();
+        request->draft = copy_behind(match, request->tokens, length);
     }
 }
 

@@ -15,6 +15,8 @@ constexpr int kStepsPerFit = 16;    // except for the first kFirstSteps, each of
 constexpr int kFirstSteps = 64;
 constexpr int kErrorWindow = 200;   // predictions
 constexpr double kInterrupted = 2;  // a step that took more times as long as expected was held up by something else
+constexpr double kCurveRetention = 1 - 1.0 / 128;
+constexpr double kNeighbour = 1.0 / 32;  // the weight of a step half a doubling of rows away
 
 using Terms = StepTime::Terms;
 constexpr int kNumTerms = StepTime::kNumTerms;
@@ -41,7 +43,42 @@ Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
     return x;
 }
 
+// The place of a number of rows between the points of a curve.
+struct Place {
+    int point;    // the one before it
+    double part;  // of the way to the next one
+};
+
+Place place_of(double num_rows, int num_points) {
+    const double at = std::clamp(2 * std::log2(num_rows), 0.0, num_points - 1.0);
+    const int point = std::min(static_cast<int>(at), num_points - 2);
+    return {point, at - point};
+}
+
 }  // namespace
+
+void RowCurve::note(double num_rows, double ratio) {
+    const auto [point, part] = place_of(num_rows, kNumPoints);
+    for (int i = 0; i < kNumPoints; ++i) {
+        const double weight = i == point ? 1 - part : i == point + 1 ? part : 0;
+        weights_[i] = kCurveRetention * weights_[i] + weight;
+        sums_[i] = kCurveRetention * sums_[i] + weight * ratio;
+    }
+    for (int i = 0; i < kNumPoints; ++i) {
+        double weight = 0, sum = 0;
+        for (int j = 0; j < kNumPoints; ++j) {
+            const double nearness = std::pow(kNeighbour, std::abs(i - j));
+            weight += nearness * weights_[j];
+            sum += nearness * sums_[j];
+        }
+        ratios_[i] = sum / weight;
+    }
+}
+
+double RowCurve::at(double num_rows) const {
+    const auto [point, part] = place_of(num_rows, kNumPoints);
+    return (1 - part) * ratios_[point] + part * ratios_[point + 1];
+}
 
 void StepWork::add_row(int begin, int count, int num_guesses) {
     num_tokens += count;
@@ -102,6 +139,7 @@ void StepTime::observe(const StepWork& work, double duration_s) {
         num_predicted_ = std::min(num_predicted_ + 1, kErrorWindow);
         error_ratio_ += (error - error_ratio_) / num_predicted_;
     }
+    if (is_known() && work.prompt_pairs == 0) note_rows(work, duration_s);
     for (Memory* memory : {&latest_, &usual_}) memory->add(work, duration_s, expected_s);
     const bool is_early = latest_.prompts.num_steps + latest_.decodes.num_steps < kFirstSteps;
     if (++num_unfitted_ < (is_early ? 1 : kStepsPerFit)) return;
@@ -118,6 +156,23 @@ double StepTime::predict(const StepWork& work) const {
     double sum_s = 0;
     for (int i = 0; i < kNumTerms; ++i) sum_s += coefficients_[i] * terms[i];
     return sum_s;
+}
+
+double StepTime::rows_s(const StepWork& work) const {
+    return coefficients_[0] * work.num_tokens + coefficients_[3] * work.num_rows + coefficients_[5];
+}
+
+double StepTime::decode_s(const StepWork& work) const {
+    return predict(work) + (row_curve_.at(work.num_rows) - 1) * rows_s(work);
+}
+
+void StepTime::note_rows(const StepWork& work, double duration_s) {
+    const double line_s = rows_s(work);
+    if (line_s <= 0) return;
+    const double others_s = predict(work) - line_s;
+    const double expected = row_curve_.at(work.num_rows);
+    const double ratio = (duration_s - others_s) / line_s;
+    row_curve_.note(work.num_rows, std::clamp(ratio, expected / kInterrupted, expected * kInterrupted));
 }
 
 // The time of a chunk of n tokens is a n^2 + b n plus the time of its row.

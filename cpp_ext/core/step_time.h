@@ -19,6 +19,28 @@ struct StepWork {
     void add_row(int begin, int num_tokens, int num_guesses = 0);
 };
 
+// How much longer steps of some number of rows take than a line through all steps says. Few rows take hardly longer
+// than one, because the weights are read once for all of them; beyond some number, each row takes its time.
+class RowCurve {
+  public:
+    // Notes that a step of `num_rows` took `ratio` times as long as the line says.
+    void note(double num_rows, double ratio);
+    // Returns that ratio for `num_rows`, from the latest steps with about as many rows; 1 if there were none.
+    double at(double num_rows) const;
+
+  private:
+    static constexpr int kNumPoints = 21;  // two for each doubling, from 1 row to 1,024
+
+    std::array<double, kNumPoints> weights_ = {}, sums_ = {};  // of the latest steps near each point, and their ratios
+    std::array<double, kNumPoints> ratios_ = filled(1);
+
+    static constexpr std::array<double, kNumPoints> filled(double value) {
+        std::array<double, kNumPoints> all = {};
+        for (double& each : all) each = value;
+        return all;
+    }
+};
+
 // Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The coefficients are
 // >= 0 and fit measured steps best, by least squares of relative errors. Steps with prompts and steps of decodes alone
 // have the same weight, however many there are of each, and later steps have more.
@@ -41,6 +63,8 @@ class StepTime {
     // Whether enough steps of each kind have been measured to predict one.
     bool is_known() const;
     double predict(const StepWork& work) const;
+    // Predicts the time of a step of decodes alone, guesses included, by those that had about as many rows.
+    double decode_s(const StepWork& work) const;
     // Returns the number of a prompt's tokens, after its first `begin`, with which a step with `work` takes `limit_s`;
     // 0 if there is no time left.
     int longest_chunk(const StepWork& work, int begin, double limit_s) const;
@@ -70,9 +94,13 @@ class StepTime {
     };
 
     static Terms fitted(const Memory& memory);
+    // The part of a step's time that depends on its rows, by the line.
+    double rows_s(const StepWork& work) const;
+    void note_rows(const StepWork& work, double duration_s);
 
     Memory latest_{.retention = 0.99};  // a step counts for e^-1 after 100 others of its kind
     Memory usual_{.retention = 0.9995};
+    RowCurve row_curve_ = {};
     Terms coefficients_ = {};
     double error_ratio_ = 0;
     int num_predicted_ = 0;

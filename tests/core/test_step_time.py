@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 from naive_scheduler import Setup
@@ -45,6 +47,45 @@ def test_the_sizes_of_a_step() -> None:
     assert (work.num_tokens, work.num_rows, work.decode_context) == (10, 3, 32)
     # Token i of the chunk looks back on about 100 + i.
     assert work.prompt_pairs == 8 * 104
+
+
+def fill_steps(time_of_rows: Callable[[float], float], counts: Sequence[int], num_steps: int) -> _core.StepTime:
+    """Return a predictor after steps of prompts by `LAW`, and steps of decodes that take what their rows say."""
+    rng = np.random.default_rng(0)
+    step_time = _core.StepTime()
+    for i in range(num_steps):
+        prompt = work_of((int(rng.integers(0, 4000)), int(rng.integers(32, 1000))))
+        step_time.observe(prompt, time_of(prompt))
+        decodes = work_of(*[(9, 1)] * counts[i % len(counts)])
+        step_time.observe(decodes, time_of_rows(decodes.num_rows))
+    return step_time
+
+
+def test_steps_of_decodes_follow_a_curve() -> None:
+    def rows_s(num_rows: float) -> float:
+        """Return the time of a machine that reads its weights in 40 ms and computes a row in 5."""
+        return max(0.04, 0.005 * num_rows)
+
+    step_time = fill_steps(rows_s, (1, 2, 4, 8, 12, 16, 32, 64), 800)
+    by_curve, by_line = (
+        [abs(of(work_of(*[(9, 1)] * n)) / rows_s(n) - 1) for n in range(1, 65)]
+        for of in (step_time.decode_s, step_time.predict)
+    )
+    assert np.mean(by_curve) < 0.03 < np.mean(by_line)
+    assert max(by_curve) < 0.15
+    # What other steps say counts where there were none.
+    assert step_time.decode_s(work_of(*[(9, 1)] * 200)) == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_curve_forgets() -> None:
+    counts = (1, 8, 16)
+    step_time = fill_steps(lambda n: 0.04 if n <= 8 else 0.08, counts, 1000)
+    eight = work_of(*[(9, 1)] * 8)
+    assert step_time.decode_s(eight) == pytest.approx(0.04, rel=0.03)
+    for i in range(600):
+        num_rows = counts[i % len(counts)]
+        step_time.observe(work_of(*[(9, 1)] * num_rows), 0.04 if num_rows < 8 else 0.08)
+    assert step_time.decode_s(eight) == pytest.approx(0.08, rel=0.03)
 
 
 def test_a_law_is_found() -> None:

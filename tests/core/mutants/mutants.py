@@ -720,6 +720,16 @@ MUTANTS = [
     one("guesses behind a wrong one count", DRAFTING, "std::min(num_right + 1, num_guesses)", "num_guesses"),
     one("a row of guesses is a prompt", PLAN, "static_cast<int>(row.draft.size()));", "0);"),
     one("guesses are no rows", STEP_TIME, "num_rows += 1 + num_guesses;", "num_rows += 1;"),
+    one("all guesses are worth their time", POLICY, "if (tokens_per_s <= fastest) continue;", ""),
+    one(
+        "the first guess that does not pay ends a draft",
+        POLICY,
+        "(tokens_per_s <= fastest) continue",
+        "(tokens_per_s <= fastest) break",
+    ),
+    one("the curve of rows is not asked", STEP_TIME, "(row_curve_.at(work.num_rows) - 1)", "0.0"),
+    one("a curve keeps old steps for ever", STEP_TIME, "kCurveRetention = 1 - 1.0 / 128", "kCurveRetention = 1"),
+    one("prompts count as rows of the curve", STEP_TIME, "is_known() && work.prompt_pairs == 0", "is_known()"),
     one("prompts leave no time for guesses", BUILDER, " - policy_.guesses_s(num_guesses)", ""),
     one(
         "nothing is drafted behind a prompt",

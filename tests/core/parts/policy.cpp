@@ -48,6 +48,43 @@ TEST(a_draft_follows_what_is_known_and_leaves_room_for_what_is_sampled_behind_it
     EXPECT(parts.policy.draft_length(r, 16) == 0);
 }
 
+TEST(guesses_are_computed_while_they_yield_more_tokens_a_second) {
+    Parts parts(16);
+    Request& r = parts.add(1, tokens(4));
+    r.num_computed = 4;
+    r.append(7, parts.limits);
+    const std::vector<Request*> running{&r};
+    const std::vector<double> chances{0.9, 0.81, 0.5, 0.3};
+    EXPECT(parts.policy.num_worthy_guesses(running, chances) == 4);  // no step was measured yet
+    // One row takes 4, and each further one 1, 4 and 0: one token in 4, 1.9 in 5, 2.71 in 6, 3.21 in 7, 3.51 in 8.
+    const auto num_worthy = [&](double row_s, double step_s) {
+        parts.step_time = StepTime::remembered({row_s, 0, 0, 0, 0, step_s});
+        return parts.policy.num_worthy_guesses(running, chances);
+    };
+    EXPECT(num_worthy(1, 3) == 3);
+    EXPECT(num_worthy(4, 1e-9) == 0);
+    EXPECT(num_worthy(1e-9, 4) == 4);
+}
+
+TEST(guesses_beyond_an_expensive_one_are_computed_if_all_together_pay) {
+    Parts parts(16);
+    Request& r = parts.add(1, tokens(4));
+    r.num_computed = 4;
+    r.append(7, parts.limits);
+    parts.step_time = StepTime::remembered({1, 0, 0, 0, 0, 1});
+    // The second row takes as long as the first; all after it take nothing.
+    for (int i = 0; i < 200; ++i) {
+        for (int num_rows = 1; num_rows <= 8; num_rows *= 2) {
+            StepWork work;
+            work.add_row(4, num_rows, num_rows - 1);
+            parts.step_time.observe(work, num_rows == 1 ? 2 : 4);
+        }
+    }
+    const std::vector<Request*> running{&r};
+    EXPECT(parts.policy.num_worthy_guesses(running, std::vector<double>{0.9}) == 0);
+    EXPECT(parts.policy.num_worthy_guesses(running, std::vector<double>{0.9, 0.9, 0.9}) == 3);
+}
+
 TEST(a_prefix_comes_while_a_running_request_computes_its_next_block) {
     Parts parts(16);
     Request& running = parts.add(1, tokens(12));
