@@ -18,6 +18,8 @@
 // half-way would leave counts that do not add up.
 #include "scheduler.h"
 
+#include <algorithm>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -212,33 +214,35 @@ StepResult Scheduler::commit_step(std::span<const TokenId> sampled) noexcept {
 
 // Gives a draft to each running request whose last tokens occurred before, if it pays.
 void Scheduler::guess() {
-    struct Draft {
-        Request* request;
-        Match match;
-        int length = 0;
-    };
     std::vector<Draft> drafts;
     for (Request* r : roster_.running()) {
         if (!r->has_answer()) continue;
         const Match match = find_match(r->tokens, *limits_.prompt_lookup);
         if (match.length > 0) drafts.push_back({r, match});
     }
-    std::vector<std::pair<double, size_t>> guesses;  // the chance of each, and its draft's place
-    for (size_t i = 0; i < drafts.size(); ++i) {
-        const double rate = drafts[i].request->guess_rate.value();
-        double all_right = 1;
-        for (int k = 0; k < limits_.prompt_lookup->num_speculative_tokens; ++k)
-            guesses.emplace_back(all_right *= rate, i);
-    }
-    std::ranges::stable_sort(guesses, std::greater(), &std::pair<double, size_t>::first);
-    std::vector<double> chances(guesses.size());
-    std::ranges::transform(guesses, chances.begin(), &std::pair<double, size_t>::first);
-    const int num_worthy = policy_.num_worthy_guesses(roster_.running(), chances);
-    for (int k = 0; k < num_worthy; ++k) ++drafts[guesses[k].second].length;
+    share_guesses(drafts);
     for (const auto& [request, match, length] : drafts) {
         if (length == 0) request->guess_rate.rest();
         request->draft = copy_behind(match, request->tokens, length);
     }
+}
+
+// Sets the lengths of drafts: the likeliest of all guesses are made, as many as pay.
+void Scheduler::share_guesses(std::span<Draft> drafts) const {
+    std::vector<std::pair<double, Draft*>> guesses;  // with the chance of each that it yields a token
+    for (Draft& draft : drafts) {
+        double all_right = 1;
+        for (int k = 0; k < limits_.prompt_lookup->num_speculative_tokens; ++k) {
+            all_right *= draft.request->guess_rate.value();
+            guesses.emplace_back(all_right, &draft);
+        }
+    }
+    const auto chance_of = [](const auto& guess) { return guess.first; };
+    std::ranges::stable_sort(guesses, std::greater(), chance_of);
+    std::vector<double> chances(guesses.size());
+    std::ranges::transform(guesses, chances.begin(), chance_of);
+    const int num_worthy = policy_.num_worthy_guesses(roster_.running(), chances);
+    for (int k = 0; k < num_worthy; ++k) ++guesses[k].second->length;
 }
 
 // Commits one request's part of a step. `row.request` is null if the request has ended since, or has given up its steps

@@ -10,6 +10,7 @@
 
 #include "admission_order.h"
 #include "demand.h"
+#include "drafting.h"
 #include "fair_share.h"
 #include "kv_cache.h"
 #include "pins.h"
@@ -179,7 +180,13 @@ class Scheduler {
 
     void commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result);
     void note_guesses(Request& request, const StepRow& row, int num_tokens);
+    struct Draft {
+        Request* request;
+        Match match;
+        int length = 0;
+    };
     void guess();
+    void share_guesses(std::span<Draft> drafts) const;
     void commit_computed(const StepRow& row, int num_rejected);
     void end(Request& request);
     void drop_steps(Request& request);

@@ -139,7 +139,7 @@ void StepTime::observe(const StepWork& work, double duration_s) {
         num_predicted_ = std::min(num_predicted_ + 1, kErrorWindow);
         error_ratio_ += (error - error_ratio_) / num_predicted_;
     }
-    if (is_known() && work.prompt_pairs == 0) note_rows(work, duration_s);
+    if (is_known() && work.prompt_pairs == 0 && work.num_rows > 0) note_rows(work, duration_s);
     for (Memory* memory : {&latest_, &usual_}) memory->add(work, duration_s, expected_s);
     const bool is_early = latest_.prompts.num_steps + latest_.decodes.num_steps < kFirstSteps;
     if (++num_unfitted_ < (is_early ? 1 : kStepsPerFit)) return;

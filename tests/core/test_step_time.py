@@ -77,6 +77,15 @@ def test_steps_of_decodes_follow_a_curve() -> None:
     assert step_time.decode_s(work_of(*[(9, 1)] * 200)) == pytest.approx(1.0, rel=0.2)
 
 
+def test_a_step_of_copies_alone_is_on_no_curve() -> None:
+    step_time = fill_steps(lambda n: 0.02 + 0.005 * n, (1, 4, 16), 300)
+    one_row = work_of((9, 1))
+    before_s = step_time.decode_s(one_row) / step_time.predict(one_row)
+    for _ in range(15):  # too few for another fit
+        step_time.observe(work_of(num_copies=1), 0.5)
+    assert step_time.decode_s(one_row) / step_time.predict(one_row) == pytest.approx(before_s, rel=1e-6)
+
+
 def test_a_curve_forgets() -> None:
     counts = (1, 8, 16)
     step_time = fill_steps(lambda n: 0.04 if n <= 8 else 0.08, counts, 1000)

@@ -729,7 +729,7 @@ MUTANTS = [
     ),
     one("the curve of rows is not asked", STEP_TIME, "(row_curve_.at(work.num_rows) - 1)", "0.0"),
     one("a curve keeps old steps for ever", STEP_TIME, "kCurveRetention = 1 - 1.0 / 128", "kCurveRetention = 1"),
-    one("prompts count as rows of the curve", STEP_TIME, "is_known() && work.prompt_pairs == 0", "is_known()"),
+    one("prompts count as rows of the curve", STEP_TIME, "is_known() && work.prompt_pairs == 0 && ", "is_known() && "),
     one("prompts leave no time for guesses", BUILDER, " - policy_.guesses_s(num_guesses)", ""),
     one(
         "nothing is drafted behind a prompt",
