@@ -55,6 +55,19 @@ Place place_of(double num_rows, int num_points) {
     return {point, at - point};
 }
 
+// Returns the values with those of other points added, each times kNeighbour for every point in between.
+template <size_t n>
+std::array<double, n> spread(const std::array<double, n>& values) {
+    std::array<double, n> all = values;
+    for (size_t i = 1; i < n; ++i) all[i] += kNeighbour * all[i - 1];
+    double above = 0;
+    for (size_t i = n; i-- > 0;) {
+        all[i] += kNeighbour * above;
+        above = values[i] + kNeighbour * above;
+    }
+    return all;
+}
+
 }  // namespace
 
 void RowCurve::note(double num_rows, double ratio) {
@@ -64,15 +77,8 @@ void RowCurve::note(double num_rows, double ratio) {
         weights_[i] = kCurveRetention * weights_[i] + weight;
         sums_[i] = kCurveRetention * sums_[i] + weight * ratio;
     }
-    for (int i = 0; i < kNumPoints; ++i) {
-        double weight = 0, sum = 0;
-        for (int j = 0; j < kNumPoints; ++j) {
-            const double nearness = std::pow(kNeighbour, std::abs(i - j));
-            weight += nearness * weights_[j];
-            sum += nearness * sums_[j];
-        }
-        ratios_[i] = sum / weight;
-    }
+    const std::array<double, kNumPoints> weights = spread(weights_), sums = spread(sums_);
+    for (int i = 0; i < kNumPoints; ++i) ratios_[i] = sums[i] / weights[i];
 }
 
 double RowCurve::at(double num_rows) const {

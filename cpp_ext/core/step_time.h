@@ -23,6 +23,8 @@ struct StepWork {
 // than one, because the weights are read once for all of them; beyond some number, each row takes its time.
 class RowCurve {
   public:
+    RowCurve() { ratios_.fill(1); }
+
     // Notes that a step of `num_rows` took `ratio` times as long as the line says.
     void note(double num_rows, double ratio);
     // Returns that ratio for `num_rows`, from the latest steps with about as many rows; 1 if there were none.
@@ -32,13 +34,7 @@ class RowCurve {
     static constexpr int kNumPoints = 21;  // two for each doubling, from 1 row to 1,024
 
     std::array<double, kNumPoints> weights_ = {}, sums_ = {};  // of the latest steps near each point, and their ratios
-    std::array<double, kNumPoints> ratios_ = filled(1);
-
-    static constexpr std::array<double, kNumPoints> filled(double value) {
-        std::array<double, kNumPoints> all = {};
-        for (double& each : all) each = value;
-        return all;
-    }
+    std::array<double, kNumPoints> ratios_ = {};
 };
 
 // Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The coefficients are

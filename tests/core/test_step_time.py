@@ -73,7 +73,7 @@ def test_steps_of_decodes_follow_a_curve() -> None:
     )
     assert np.mean(by_curve) < 0.03 < np.mean(by_line)
     assert max(by_curve) < 0.15
-    # What other steps say counts where there were none.
+    # Where no step had so many rows, the nearest ones decide.
     assert step_time.decode_s(work_of(*[(9, 1)] * 200)) == pytest.approx(1.0, rel=0.2)
 
 
