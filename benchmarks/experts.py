@@ -4,11 +4,11 @@
     python benchmarks/experts.py --dtype float32 --rounds 9 --threads 1
 
 All variants run in turn, round by round, so that a drift of the machine affects all alike. Figures are medians of the
-rounds, ratios are medians of the ratios within a round; the last lines are rows for benchmarks/README.md. With one
-thread, processor time is measured, which other programs disturb less. `products` sends sorted rows through the experts'
-linear layers, expert by expert, and does nothing else; `dense` is the same work with the weights of one expert. The
-time of everything but products is that of experts of a small inner size, less their products. The experts take 3.2 GB
-in bfloat16 and 6.4 GB in float32, all other weights a fifth of that.
+rounds, ratios are medians of the ratios within a round; the last lines are rows for benchmarks/results/step.md. With
+one thread, processor time is measured, which other programs disturb less. `products` sends sorted rows through the
+experts' linear layers, expert by expert, and does nothing else; `dense` is the same work with the weights of one
+expert. The time of everything but products is that of experts of a small inner size, less their products. The experts
+take 3.2 GB in bfloat16 and 6.4 GB in float32, all other weights a fifth of that.
 
 A virtual machine may be slow to read memory that was not read for a quarter of a minute: the first read of such
 weights, dense or of experts, took three times as long. A server at work reads all its experts all the time, so one

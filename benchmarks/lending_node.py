@@ -366,7 +366,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, for benchmarks/README.md."""
+    """Return a Markdown table, for benchmarks/results."""
     lines = [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 

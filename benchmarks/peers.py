@@ -207,7 +207,7 @@ async def measure_all(servers: list[Server], args: argparse.Namespace) -> Result
 
 
 def markdown(results: Results, servers: list[Server]) -> str:
-    """Return the table for benchmarks/README.md."""
+    """Return the table for benchmarks/results/peers.md."""
     ours, others = servers[0], servers[1:]
     heads = ["", *(server.name for server in servers), *(f"{ours.name} / {other.name}" for other in others)]
     lines = [f"| {' | '.join(heads)} |", f"| --- |{' ---: |' * (len(heads) - 1)}"]

@@ -14,7 +14,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
 RELIABILITY = (ROOT / "docs" / "reliability.md").read_text()
 NAMED_TESTS = sorted(set(re.findall(r"`(test_\w+)`", RELIABILITY)))
@@ -47,7 +47,7 @@ def anchors(document: Path) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
     broken = []
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
@@ -60,7 +60,7 @@ def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_benchmarks_name_commits_that_exist() -> None:
-    texts = [document.read_text() for document in DOCUMENTS if document.parent.name == "benchmarks"]
+    texts = [document.read_text() for document in DOCUMENTS if document.is_relative_to(ROOT / "benchmarks")]
     words = {word for text in texts for word in re.findall(r"\b[0-9a-f]{7,12}\b", text)}
     named = sorted(word for word in words if re.search("[0-9]", word) and re.search("[a-f]", word))
     asked = "".join(f"{commit}^{{commit}}\n" for commit in named)

@@ -24,7 +24,7 @@ _LEAST_TTFT_S = 1e-6
 _PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.3
 """The part of similar requests that must be in time for one to be taken: if later ones cannot go first, or can.
 
-benchmarks/README.md compares other values.
+benchmarks/results/forecasts.md compares other values.
 """
 _INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "turns", "deadline"})
 

@@ -9,7 +9,7 @@ from swiftkv._core import ForecastErrors
 from swiftkv.server.forecast import EngineForecast, Work
 
 _PART = 0.8
-"""The part of similar prompts that are computed within the allowance; benchmarks/README.md compares other values."""
+"""The part of similar prompts that are computed within the allowance; benchmarks/results/forecasts.md has others."""
 
 
 class LastStarts:
