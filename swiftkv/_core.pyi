@@ -289,10 +289,10 @@ class StepTime:
         """Note how long a step took. One that took no time is ignored."""
 
     def predict(self, work: StepWork) -> float:
-        """Return the predicted seconds; 0 before any step was observed."""
+        """Return the predicted seconds; 0 before any step was observed.
 
-    def decode_s(self, work: StepWork) -> float:
-        """Return the same for a step without prompts, corrected by the latest ones that had about as many rows."""
+        For a step without prompts, the latest ones with about as many rows correct what the coefficients say.
+        """
 
     def longest_chunk(self, work: StepWork, begin: int, limit_s: float) -> int:
         """Return how many tokens of a prompt, after its first `begin`, a step with `work` can take within `limit_s`."""

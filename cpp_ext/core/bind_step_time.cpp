@@ -23,7 +23,6 @@ void bind_step_time(nb::module_& m) {
         .def_static("remembered", &StepTime::remembered, "coefficients"_a)
         .def("observe", &StepTime::observe, "work"_a, "duration_s"_a)
         .def("predict", &StepTime::predict, "work"_a)
-        .def("decode_s", &StepTime::decode_s, "work"_a)
         .def("longest_chunk", &StepTime::longest_chunk, "work"_a, "begin"_a, "limit_s"_a)
         .def_prop_ro("is_known", &StepTime::is_known)
         .def_prop_ro("error_ratio", &StepTime::error_ratio)

@@ -150,13 +150,13 @@ int Policy::num_worthy_guesses(Running running, std::span<const double> chances)
     StepWork work = decodes_of(running);
     if (!step_time_.is_known() || work.num_rows == 0) return static_cast<int>(chances.size());
     double num_tokens = work.num_rows;
-    double fastest = num_tokens / step_time_.decode_s(work);
+    double fastest = num_tokens / step_time_.predict(work);
     size_t num_worthy = 0;
     for (size_t i = 0; i < chances.size(); ++i) {
         work.num_tokens += 1;
         work.num_rows += 1;
         num_tokens += chances[i];
-        const double tokens_per_s = num_tokens / step_time_.decode_s(work);
+        const double tokens_per_s = num_tokens / step_time_.predict(work);
         if (tokens_per_s <= fastest) continue;
         fastest = tokens_per_s;
         num_worthy = i + 1;

@@ -25,6 +25,11 @@ Terms terms_of(const StepWork& work) {
     return {work.num_tokens, work.prompt_pairs, work.decode_context, work.num_rows, work.num_copies, 1.0};
 }
 
+// Whether a step computes decodes, guesses included, and no prompts.
+bool is_of_decodes(const StepWork& work) {
+    return work.prompt_pairs == 0 && work.num_rows > 0;
+}
+
 // Solves a x = b for a positive definite `a` with its lower half given, by Cholesky's method in place.
 Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
     for (int i = 0; i < kNumTerms; ++i) {
@@ -145,7 +150,7 @@ void StepTime::observe(const StepWork& work, double duration_s) {
         num_predicted_ = std::min(num_predicted_ + 1, kErrorWindow);
         error_ratio_ += (error - error_ratio_) / num_predicted_;
     }
-    if (is_known() && work.prompt_pairs == 0 && work.num_rows > 0) note_rows(work, duration_s);
+    if (is_known() && is_of_decodes(work)) note_rows(work, duration_s);
     for (Memory* memory : {&latest_, &usual_}) memory->add(work, duration_s, expected_s);
     const bool is_early = latest_.prompts.num_steps + latest_.decodes.num_steps < kFirstSteps;
     if (++num_unfitted_ < (is_early ? 1 : kStepsPerFit)) return;
@@ -158,6 +163,11 @@ bool StepTime::is_known() const {
 }
 
 double StepTime::predict(const StepWork& work) const {
+    const double excess = is_of_decodes(work) ? row_curve_.at(work.num_rows) - 1 : 0;
+    return line_s(work) + excess * rows_s(work);
+}
+
+double StepTime::line_s(const StepWork& work) const {
     const Terms terms = terms_of(work);
     double sum_s = 0;
     for (int i = 0; i < kNumTerms; ++i) sum_s += coefficients_[i] * terms[i];
@@ -168,23 +178,19 @@ double StepTime::rows_s(const StepWork& work) const {
     return coefficients_[0] * work.num_tokens + coefficients_[3] * work.num_rows + coefficients_[5];
 }
 
-double StepTime::decode_s(const StepWork& work) const {
-    return predict(work) + (row_curve_.at(work.num_rows) - 1) * rows_s(work);
-}
-
 void StepTime::note_rows(const StepWork& work, double duration_s) {
-    const double line_s = rows_s(work);
-    if (line_s <= 0) return;
-    const double others_s = predict(work) - line_s;
+    const double of_rows_s = rows_s(work);
+    if (of_rows_s <= 0) return;
+    const double of_others_s = line_s(work) - of_rows_s;
     const double expected = row_curve_.at(work.num_rows);
-    const double ratio = (duration_s - others_s) / line_s;
+    const double ratio = (duration_s - of_others_s) / of_rows_s;
     row_curve_.note(work.num_rows, std::clamp(ratio, expected / kInterrupted, expected * kInterrupted));
 }
 
 // The time of a chunk of n tokens is a n^2 + b n plus the time of its row.
 int StepTime::longest_chunk(const StepWork& work, int begin, double limit_s) const {
     const auto [per_token, per_pair, per_context, per_row, per_copy, constant] = coefficients_;
-    const double left_s = limit_s - predict(work) - per_row;
+    const double left_s = limit_s - line_s(work) - per_row;
     if (left_s <= 0) return 0;
     const double b = per_token + per_pair * begin;
     const double longest = 2 * left_s / (b + std::sqrt(b * b + 2 * per_pair * left_s));

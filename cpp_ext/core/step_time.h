@@ -39,7 +39,8 @@ class RowCurve {
 
 // Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The coefficients are
 // >= 0 and fit measured steps best, by least squares of relative errors. Steps with prompts and steps of decodes alone
-// have the same weight, however many there are of each, and later steps have more.
+// have the same weight, however many there are of each, and later steps have more. For a step of decodes alone, the
+// latest ones with about as many rows correct the part of the sum that depends on its rows.
 class StepTime {
   public:
     static constexpr int kNumTerms = 6;
@@ -59,8 +60,6 @@ class StepTime {
     // Whether enough steps of each kind have been measured to predict one.
     bool is_known() const;
     double predict(const StepWork& work) const;
-    // Predicts the time of a step of decodes alone, guesses included, by those that had about as many rows.
-    double decode_s(const StepWork& work) const;
     // Returns the number of a prompt's tokens, after its first `begin`, with which a step with `work` takes `limit_s`;
     // 0 if there is no time left.
     int longest_chunk(const StepWork& work, int begin, double limit_s) const;
@@ -90,7 +89,8 @@ class StepTime {
     };
 
     static Terms fitted(const Memory& memory);
-    // The part of a step's time that depends on its rows, by the line.
+    // The sum of all terms, and that of those which depend on the number of rows.
+    double line_s(const StepWork& work) const;
     double rows_s(const StepWork& work) const;
     void note_rows(const StepWork& work, double duration_s);
 

@@ -68,33 +68,42 @@ def test_steps_of_decodes_follow_a_curve() -> None:
 
     step_time = fill_steps(rows_s, (1, 2, 4, 8, 12, 16, 32, 64), 800)
     by_curve, by_line = (
-        [abs(of(work_of(*[(9, 1)] * n)) / rows_s(n) - 1) for n in range(1, 65)]
-        for of in (step_time.decode_s, step_time.predict)
+        [abs(of.predict(work_of(*[(9, 1)] * n)) / rows_s(n) - 1) for n in range(1, 65)]
+        for of in (step_time, _core.StepTime(step_time.coefficients))
     )
     assert np.mean(by_curve) < 0.03 < np.mean(by_line)
     assert max(by_curve) < 0.15
     # Where no step had so many rows, the nearest ones decide.
-    assert step_time.decode_s(work_of(*[(9, 1)] * 200)) == pytest.approx(1.0, rel=0.2)
+    assert step_time.predict(work_of(*[(9, 1)] * 200)) == pytest.approx(1.0, rel=0.2)
+
+
+def test_steps_with_prompts_are_on_no_curve() -> None:
+    step_time = fill_steps(lambda n: max(0.04, 0.005 * n), (1, 2, 4, 8, 16), 800)
+    line = _core.StepTime(step_time.coefficients)
+    decodes, mixed = work_of(*[(9, 1)] * 16), work_of(*[(9, 1)] * 16, (0, 100))
+    assert step_time.predict(decodes) > 1.2 * line.predict(decodes)
+    assert step_time.predict(mixed) == line.predict(mixed)
+    assert step_time.longest_chunk(decodes, 0, 0.5) == line.longest_chunk(decodes, 0, 0.5)
 
 
 def test_a_step_of_copies_alone_is_on_no_curve() -> None:
     step_time = fill_steps(lambda n: 0.02 + 0.005 * n, (1, 4, 16), 300)
     one_row = work_of((9, 1))
-    before_s = step_time.decode_s(one_row) / step_time.predict(one_row)
+    before_s = step_time.predict(one_row)
     for _ in range(15):  # too few for another fit
         step_time.observe(work_of(num_copies=1), 0.5)
-    assert step_time.decode_s(one_row) / step_time.predict(one_row) == pytest.approx(before_s, rel=1e-6)
+    assert step_time.predict(one_row) == pytest.approx(before_s, rel=1e-6)
 
 
 def test_a_curve_forgets() -> None:
     counts = (1, 8, 16)
     step_time = fill_steps(lambda n: 0.04 if n <= 8 else 0.08, counts, 1000)
     eight = work_of(*[(9, 1)] * 8)
-    assert step_time.decode_s(eight) == pytest.approx(0.04, rel=0.03)
+    assert step_time.predict(eight) == pytest.approx(0.04, rel=0.03)
     for i in range(600):
         num_rows = counts[i % len(counts)]
         step_time.observe(work_of(*[(9, 1)] * num_rows), 0.04 if num_rows < 8 else 0.08)
-    assert step_time.decode_s(eight) == pytest.approx(0.08, rel=0.03)
+    assert step_time.predict(eight) == pytest.approx(0.08, rel=0.03)
 
 
 def test_a_law_is_found() -> None:

@@ -727,9 +727,11 @@ MUTANTS = [
         "(tokens_per_s <= fastest) continue",
         "(tokens_per_s <= fastest) break",
     ),
-    one("the curve of rows is not asked", STEP_TIME, "(row_curve_.at(work.num_rows) - 1)", "0.0"),
+    one("the curve of rows is not asked", STEP_TIME, "excess * rows_s(work)", "0 * excess"),
+    one("the curve of rows is asked for prompts", STEP_TIME, "is_of_decodes(work) ? row", "work.num_rows > 0 ? row"),
+    one("chunks beside decodes go by the curve", STEP_TIME, "limit_s - line_s(work)", "limit_s - predict(work)"),
     one("a curve keeps old steps for ever", STEP_TIME, "kCurveRetention = 1 - 1.0 / 128", "kCurveRetention = 1"),
-    one("prompts count as rows of the curve", STEP_TIME, "is_known() && work.prompt_pairs == 0 && ", "is_known() && "),
+    one("prompts count as rows of the curve", STEP_TIME, "&& is_of_decodes(work)", "&& work.num_rows > 0"),
     one("prompts leave no time for guesses", BUILDER, " - policy_.guesses_s(num_guesses)", ""),
     one(
         "nothing is drafted behind a prompt",
