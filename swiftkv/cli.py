@@ -14,6 +14,7 @@ import typer
 from swiftkv import __version__
 from swiftkv.admin_client import DEFAULT_URL, EXIT_USAGE, URL_VARIABLE, Url, default_url, why_no_answer
 from swiftkv.cache_command import cache_app
+from swiftkv.chat_command import chat
 from swiftkv.checkpoint import Architecture, Size
 from swiftkv.cli_watch import page, top
 from swiftkv.errors import ConfigError, SwiftkvError
@@ -287,6 +288,7 @@ def status(
     raise typer.Exit(0 if answer.is_success else 1)
 
 
+app.command(epilog="Examples: `swiftkv chat`, `swiftkv chat --model code --quick 'Write a haiku in Python.'`")(chat)
 app.command(epilog="Examples: `swiftkv top`, `swiftkv top --once --url http://127.0.0.1:8000`")(top)
 app.command(epilog="Examples: `swiftkv page`, `swiftkv page --open`")(page)
 

@@ -227,7 +227,7 @@ def test_plan_and_help_do_without_torch(tmp_path: Path, checkpoint: Path) -> Non
 
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"swiftkv {__version__}\n"
-    for command in ([], ["serve"], ["plan"], ["status"], ["checkpoint", "make"], ["bench", "serve"]):
+    for command in ([], ["serve"], ["plan"], ["chat"], ["status"], ["checkpoint", "make"], ["bench", "serve"]):
         result = run(*command, "--help")
         assert result.exit_code == 0, command
         assert "swiftkv" in result.stdout

@@ -17,7 +17,7 @@ LAYERS = [
     {"cli"},
     {"demo"},
     {"cli_watch"},
-    {"simulate", "lending_command", "models_command", "storage_command", "cache_command"},
+    {"simulate", "lending_command", "models_command", "storage_command", "cache_command", "chat_command"},
     {"node", "bench", "checkpoint", "demo_node", "doctor", "lending_tables", "top"},
     {"admin_client"},
     {"model_changes"},
