@@ -247,8 +247,8 @@ class EngineForecast:
         """Return the prospects of a prompt that arrives now; `None` while step times are unknown."""
         if not self._costs:
             return None
-        self._advance(now_s)
         pace, own = self._pace(), self._queued(prompt, now_s)
+        self._queue.advance(now_s, pace)
         ahead = self._queue.ahead_of(own, pace)
         own_s = pace.work_s(own)
         end = ahead.steps + pace.steps(own, own_s)
