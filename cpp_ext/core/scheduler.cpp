@@ -217,6 +217,7 @@ void Scheduler::guess() {
     std::vector<Draft> drafts;
     for (Request* r : roster_.running()) {
         if (!r->has_answer()) continue;
+        r->draft.clear();
         const Match match = find_match(r->tokens, *limits_.prompt_lookup);
         if (match.length > 0) drafts.push_back({r, match});
     }

@@ -62,6 +62,20 @@ def test_drafts_are_those_of_a_plain_search() -> None:
     assert (stats.drafts_total, stats.draft_tokens_total) == (num_drafts, num_guesses)
 
 
+def test_a_guess_replaces_any_other_draft() -> None:
+    """The naive scheduler expects so, also of requests that are computed again, chunk by chunk."""
+    setup = replace(PLAIN, groups=((2, 24, 0),), max_num_batched_tokens=12, enable_prefix_caching=False)
+    e = Engine(replace(setup, lookup=replace(LOOKUP, shortest=3)))
+    for i, length in enumerate((20, 30, 25, 3)):
+        e.add(i, prompt(length, i), max_tokens=40)
+    while e.requests:
+        for request_id in e.requests:
+            e.set_draft(request_id, num_right=1, wrong=[])
+        for _ in range(5):
+            e.step()
+    assert e.scheduler.stats().num_preemptions_total > 0
+
+
 def test_a_draft_counts_as_rows_whose_keys_are_read_once() -> None:
     e = Engine(replace(PLAIN, lookup=LOOKUP))
     e.add(1, [0, 1, 2] * 4, max_tokens=30)

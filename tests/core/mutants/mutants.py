@@ -704,6 +704,7 @@ MUTANTS = [
     ),
     one("blocks of wrong guesses stay", SCHEDULER, "if (num_rejected > 0) cache_.trim", "if (false) cache_.trim"),
     one("a draft outlives a token", REQUESTS, "    draft.clear();\n", ""),
+    one("a draft outlives a lookup", SCHEDULER, "r->draft.clear();", ""),
     one("a draft follows what is not known", POLICY, "if (r.num_planned() != r.num_known()) return 0;", ""),
     one("an answer grows beyond its end", POLICY, "r.last_len - r.num_known() - 1", "r.last_len"),
     one("a draft exceeds the budget of its step", BUILDER, "std::min(budget_left_, policy_", "(policy_"),
