@@ -20,6 +20,7 @@ _KEY_OF_FLAG = {
     "kv_transfer_config": "models[].tiers.storage",
     "model": "models[].path",
     "num_gpu_blocks_override": "models[].kv_cache.memory",
+    "num_speculative_tokens": "models[].speculative_config.num_speculative_tokens",
     "otlp_traces_endpoint": "node.otlp.endpoint",
     "runner": "models[].task",
     "shutdown_timeout": "node.shutdown_timeout",

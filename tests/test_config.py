@@ -44,6 +44,11 @@ MISTAKES = [
         ONE_MODEL % ", block_size: 16",
         "models[0].block_size: unknown key; vLLM's block_size is models[].kv_cache.block_size here",
     ),
+    (
+        ONE_MODEL % ", num_speculative_tokens: 4",
+        "models[0].num_speculative_tokens: unknown key; vLLM's num_speculative_tokens is "
+        "models[].speculative_config.num_speculative_tokens here",
+    ),
     ("model: []\n" + ONE_MODEL % "", "model: unknown key; did you mean models?"),
     (ONE_MODEL % ", model: elsewhere", "models[0].model: unknown key; vLLM's model is models[].path here"),
     # wrong units and types
