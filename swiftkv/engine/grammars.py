@@ -249,6 +249,8 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(alone, *target)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
+        for _, begin, draft in drafted:
+            self._allow_only_ends_after_ends(bits[begin + 1 :], draft)
         self._allow_every_end(bits)
         for each, begin in zip(rows, begins, strict=False):
             if (token_id := each.reasoning_begin) is not None:
@@ -257,6 +259,17 @@ class Grammars:
                 if each.first_position + offset < each.held.min_position:
                     _forbid_unless_needed(bits[begin + offset], each.held.request.stop_token_ids)
         return TokenMasks(np.array(row_ids, np.int32), bits)
+
+    def _allow_only_ends_after_ends(self, bits: npt.NDArray[np.uint32], draft: Sequence[int]) -> None:
+        """Fill the rows behind a guess that ends the sequence: where `min_tokens` is not reached, another end follows.
+
+        Args:
+            bits: The rows after the guesses of `draft`, and any that come behind them.
+        """
+        end = next((place for place, token_id in enumerate(draft) if token_id in self._eos_token_ids), len(draft))
+        first = self._eos_token_ids[0]
+        bits[end : len(draft)] = 0
+        bits[end : len(draft), first // _BITS] = np.uint32(1) << np.uint32(first % _BITS)
 
     def _allow_every_end(self, bits: npt.NDArray[np.uint32]) -> None:
         """Allow every end-of-sequence token of the model in rows whose grammar allows the first."""

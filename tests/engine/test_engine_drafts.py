@@ -133,3 +133,15 @@ def test_an_answer_that_repeats_itself_takes_few_steps(tmp_path: Path) -> None:
     # The first three tokens come one by one, and then seven at a time.
     assert stats.steps_total <= 3 + 60 // 7 + 1
     assert stats.accepted_draft_tokens_total == stats.draft_tokens_total
+
+
+def test_ends_that_fill_an_answer_up_to_min_tokens_can_be_guessed(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
+    grammar = library_form(GrammarSource("choice", '["ab"]'))
+    asked: dict[str, Any] = {"grammar": grammar, "ignore_eos": False, "min_tokens": 20, "max_tokens": 40}
+    with EngineProcess(tmp_path, **OPTIONS) as alone:
+        expected = alone.generate([[5, 6, 7]], **asked)
+    with EngineProcess(tmp_path, **OPTIONS, prompt_lookup=PromptLookup(6, 1, 3)) as engine:
+        assert engine.generate([[5, 6, 7]], **asked) == expected
+        assert engine.wait_for_rest().accepted_draft_tokens_total > 0
+    assert len(expected[0].token_ids) == 20
