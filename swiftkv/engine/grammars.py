@@ -236,8 +236,11 @@ class Grammars:
         target = (bits.ctypes.data, bits.strides[0], len(bits))
         begins = np.cumsum([0, *map(len, rows)]).tolist()
         alone = [(each.held.matcher, begin) for each, begin in zip(rows, begins, strict=False) if not each.draft]
+        # Copies take the guesses: llguidance 1.9 does not undo those well that a grammar names as tokens, such as tags.
         drafted = [
-            (each.held.matcher, begin, each.draft) for each, begin in zip(rows, begins, strict=False) if each.draft
+            (each.held.matcher.deep_copy(), begin, each.draft)
+            for each, begin in zip(rows, begins, strict=False)
+            if each.draft
         ]
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)

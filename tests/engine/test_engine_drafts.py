@@ -145,3 +145,17 @@ def test_ends_that_fill_an_answer_up_to_min_tokens_can_be_guessed(tmp_path: Path
         assert engine.generate([[5, 6, 7]], **asked) == expected
         assert engine.wait_for_rest().accepted_draft_tokens_total > 0
     assert len(expected[0].token_ids) == 20
+
+
+def test_a_grammar_that_names_tokens_holds_through_guesses(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tokenizer=True)
+    rules = 'start: (tag_0 "\\n" /[a-f]/ "\\n" tag_1){12}'
+    grammar = library_form(GrammarSource("lark", rules, tags=(("<call>", 300), ("</call>", 301))))
+    asked: dict[str, Any] = {"grammar": grammar, "ignore_eos": False, "temperature": 1.0, "seed": 1, "max_tokens": 100}
+    with EngineProcess(tmp_path, **OPTIONS) as alone:
+        expected = alone.generate([[5, 6, 7]], **asked)
+    with EngineProcess(tmp_path, **OPTIONS, prompt_lookup=PromptLookup(6, 1, 3)) as engine:
+        assert engine.generate([[5, 6, 7]], **asked) == expected
+        stats = engine.wait_for_rest()
+    assert stats.accepted_draft_tokens_total > 0
+    assert (expected[0].error, expected[0].token_ids.count(300), expected[0].token_ids.count(301)) == (None, 12, 12)
