@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -135,16 +136,28 @@ def test_an_answer_that_repeats_itself_takes_few_steps(tmp_path: Path) -> None:
     assert stats.accepted_draft_tokens_total == stats.draft_tokens_total
 
 
-def test_ends_that_fill_an_answer_up_to_min_tokens_can_be_guessed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("logit_bias", [{2: 50.0}, {5: 50.0}, {}], ids=["the first", "the second", "both"])
+def test_guesses_after_the_end_of_a_grammar_change_no_answer(logit_bias: dict[int, float], tmp_path: Path) -> None:
+    """Before `min_tokens` an answer goes on after its grammar has ended, with ends of sequence alone."""
     make_checkpoint(tmp_path, "llama", tokenizer=True)
-    grammar = library_form(GrammarSource("choice", '["ab"]'))
-    asked: dict[str, Any] = {"grammar": grammar, "ignore_eos": False, "min_tokens": 20, "max_tokens": 40}
-    with EngineProcess(tmp_path, **OPTIONS) as alone:
-        expected = alone.generate([[5, 6, 7]], **asked)
-    with EngineProcess(tmp_path, **OPTIONS, prompt_lookup=PromptLookup(6, 1, 3)) as engine:
-        assert engine.generate([[5, 6, 7]], **asked) == expected
-        assert engine.wait_for_rest().accepted_draft_tokens_total > 0
-    assert len(expected[0].token_ids) == 20
+    (tmp_path / "generation_config.json").unlink()
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 5]}))
+    grammar = library_form(GrammarSource("choice", json.dumps(["yes", "no"])))
+    asked: dict[str, Any] = {"max_tokens": 40, "min_tokens": 30, "grammar": grammar, "logit_bias": logit_bias}
+    asked |= {"temperature": 0.9, "seed": 3, "ignore_eos": False}
+
+    def answers(**options: Any) -> tuple[list[Answer], int]:
+        with EngineProcess(tmp_path, **OPTIONS, **options) as engine:
+            found = engine.wait([engine.add([9, 40, 41, 7], **asked)])
+            for copied in found[0].token_ids, [5, 2, 5, 5, 2, 2]:
+                found += engine.wait([engine.add([9, *copied, 9], **asked)])
+            return found, engine.wait_for_rest().accepted_draft_tokens_total
+
+    expected, _ = answers()
+    found, num_accepted = answers(prompt_lookup=PromptLookup(6, 1, 3), step_time_s=[1e-6, 0.0, 0.0, 0.0, 0.0, 1e-2])
+    assert found == expected
+    assert num_accepted > 0
 
 
 def test_a_grammar_that_names_tokens_holds_through_guesses(tmp_path: Path) -> None:
