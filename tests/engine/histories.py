@@ -38,6 +38,7 @@ from swiftkv.engine.messages import (
     FromEngine,
     Pin,
     PinPrompt,
+    PromptLookup,
     SamplingParams,
     Sleep,
     Slept,
@@ -287,6 +288,7 @@ class History:
         rng = self._random
         sequence = MAX_MODEL_LEN // self.block_size + 1
         num_blocks = rng.choice([sequence, sequence + 3, 2 * sequence, 4 * sequence])
+        is_drafting = rng.random() < 0.4
         return {
             "dtype": self.dtype,
             "block_size": self.block_size,
@@ -295,7 +297,8 @@ class History:
             "max_num_seqs": rng.choice([2, 4, 8, 16]),
             "max_num_batched_tokens": rng.choice([16, 17, 33, 64, 100, 256]),
             "scheduling_policy": rng.choice(["fcfs", "priority", "spf", "hrrn", "turns", "deadline"]),
-            "async_scheduling": rng.random() < 0.4,
+            "async_scheduling": not is_drafting and rng.random() < 0.6,
+            "prompt_lookup": PromptLookup(rng.choice([1, 3, 7]), 1, rng.choice([1, 8])) if is_drafting else None,
             "shares_extents": num_groups > 1 and rng.random() < 0.5,
             "max_pinned_share": rng.choice([0.25, 0.9]),
             "target_tpot_s": rng.choice([None, 0.002]),
@@ -384,6 +387,7 @@ class History:
             (0.5, lambda: {"logprobs": 2}),
             (0.1, lambda: {"prompt_logprobs": 2}),
             (0.15, lambda: {"stop_token_ids": rng.sample(range(3, 320), 20)}),
+            (0.15, lambda: {"min_tokens": min(values["max_tokens"], rng.choice([3, 10]))}),
             (0.1, lambda: {"grammar": rng.choice(GRAMMARS), "ignore_eos": False}),
         ]
         for chance, draw in some:
@@ -550,6 +554,8 @@ class History:
         self.reached["window missed"] += stats.window_missed_tokens_total > 0
         self.reached["extents shared"] += any(group.elsewhere for group in stats.groups)
         self.reached["copies failed"] += engine.num_failed > 0
+        self.reached["guesses right"] += stats.accepted_draft_tokens_total > 0
+        self.reached["guesses wrong"] += stats.draft_tokens_total > stats.accepted_draft_tokens_total
         if stats.tier is not None:
             self.reached.update(stats.tier.failures_total.keys())
             self.reached["late"] += stats.tier.loads_late_total > 0

@@ -11,9 +11,12 @@ import pytest
 from tests.engine.histories import Checkpoints, History, adventurous_planner
 
 NUM_EVENTS = 80
-SEEDS = range(3)
+SEEDS = (0, 2, 4, 8)
 """The histories that are not slow."""
-RARE = {"local", "peer", "preempted", "displaced", "window missed", "extents shared", "copies failed"}
+RARE = {
+    *("local", "peer", "preempted", "displaced", "window missed", "extents shared", "copies failed"),
+    *("guesses right", "guesses wrong"),
+}
 """States that `SEEDS` come to, whatever the timing: a change after which none of them does tests less than before."""
 
 
@@ -31,7 +34,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(len(SEEDS), 40))]
+    "seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40) if seed not in SEEDS)]
 )
 def test_answers_are_those_of_the_plainest_engine(
     checkpoints: Checkpoints, seed: int, reached: dict[int, set[str]], temporary: Path
