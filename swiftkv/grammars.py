@@ -131,6 +131,11 @@ def error_of(matcher: LLMatcher) -> str:
     return "no text matches it" if error == "NoExtensionBias" else error[:_SHOWN_CHARS]
 
 
+def is_full(matcher: LLMatcher) -> bool:
+    """Return whether a matcher failed because its automaton has as many states as it may have."""
+    return "too many states" in matcher.get_error()
+
+
 def _as_lark(text: str) -> str:
     try:
         lark: str = any_to_lark(text)

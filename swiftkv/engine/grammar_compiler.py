@@ -4,28 +4,42 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
 
 from swiftkv.grammars import new_matcher
 
 _KEPT = 32
+_SHORT_S = 0.05
+"""The most seconds for which a step is held up to compile a grammar again."""
 _STACK_BYTES = 16 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A matcher at the beginning of its grammar, to be copied; all copies share the states of its automaton."""
+
+    grammar: str
+    matcher: LLMatcher
+    compiling_s: float  # of processor time
+
+
 class GrammarCompiler:
-    """Compiles grammars. All calls come from the thread of the step loop."""
+    """Compiles grammars. All calls come from the thread of the step loop, those of `alone` from any."""
 
     def __init__(self, tokenizer: LLTokenizer, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, when `take_compiled` has something."""
         self._tokenizer = tokenizer
         self._wake = wake
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # unused ones, to copy; the last used is last
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()  # the last used is last
+        self._kept_lock = threading.Lock()
         self._compiling: set[str] = set()
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._compiled: queue.SimpleQueue[tuple[str, LLMatcher | BaseException]] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[tuple[str, Compiled | BaseException]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
         before = threading.stack_size(_STACK_BYTES)
@@ -34,12 +48,13 @@ class GrammarCompiler:
         finally:
             threading.stack_size(before)
 
-    def copy_of(self, grammar: str) -> LLMatcher | None:
-        """Return a matcher at the beginning of `grammar`, or `None` if the grammar must be compiled first."""
-        kept = self._kept.get(grammar)
-        if kept is not None:
-            self._kept.move_to_end(grammar)
-            return kept.deep_copy()
+    def find(self, grammar: str) -> Compiled | None:
+        """Return a compiled grammar, or `None` if it must be compiled first."""
+        with self._kept_lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+                return kept
         if grammar not in self._compiling:
             self._compiling.add(grammar)
             self._wanted.put(grammar)
@@ -59,10 +74,21 @@ class GrammarCompiler:
                 continue
             if isinstance(outcome, BaseException):
                 raise outcome
-            self._kept[grammar] = outcome
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            with self._kept_lock:
+                self._kept[grammar] = outcome
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
             yield grammar, None
+
+    def alone(self, full: Compiled) -> LLMatcher | None:
+        """Return a matcher with an automaton of its own, because that of `full` has all the states that it may have.
+
+        Return `None` if that would hold up a step for long. Later requests have the grammar compiled anew in any case.
+        """
+        with self._kept_lock:
+            if self._kept.get(full.grammar) is full:
+                del self._kept[full.grammar]
+        return new_matcher(self._tokenizer, full.grammar) if full.compiling_s <= _SHORT_S else None
 
     def close(self) -> None:
         """Compile no more. A grammar in progress is left to the end of the process."""
@@ -72,10 +98,11 @@ class GrammarCompiler:
 
     def _run(self) -> None:
         while (grammar := self._wanted.get()) is not None:
+            begun_s = time.thread_time()
             try:
                 matcher = new_matcher(self._tokenizer, grammar)
+                outcome: Compiled | BaseException = Compiled(grammar, matcher, time.thread_time() - begun_s)
                 matcher.compute_bitmask()  # copies of the matcher begin with this mask, and need not compute it again
-                outcome: LLMatcher | BaseException = matcher
             except BaseException as error:  # noqa: BLE001 (the thread of the step loop raises it)
                 outcome = error
             self._compiled.put((grammar, outcome))

@@ -17,15 +17,17 @@ from llguidance import LLExecutor, LLMatcher
 
 from swiftkv._core import StepPlan
 from swiftkv.arithmetic import ceil_div
-from swiftkv.engine.grammar_compiler import GrammarCompiler
+from swiftkv.engine.grammar_compiler import Compiled, GrammarCompiler
 from swiftkv.engine.grammar_tokens import open_tokenizer
 from swiftkv.engine.mask_thread import MakeMasks, MaskThread, PendingMasks
 from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig, ReasoningMarks
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_masks import TokenMasks
-from swiftkv.grammars import error_of
+from swiftkv.grammars import error_of, is_full
 
 _BITS = 32
+_TOKENS_PER_AUTOMATON = 64
+"""The least tokens of an answer from one automaton of its own to the next: making one may take some steps' time."""
 _MAX_THREADS = 8
 
 
@@ -55,13 +57,24 @@ class _Reasoning:
         return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
-    """A request and its matcher."""
+    """A request and its matcher.
+
+    Attributes:
+        compiled: What the first matcher is a copy of.
+        taken: The tokens that the matcher has consumed.
+        failure: The number of consumed tokens after which the latest step could make no mask, and why.
+        alone_since: The number of consumed tokens when the matcher got an automaton of its own; `None`: it has none.
+    """
 
     request: Request
     matcher: LLMatcher
+    compiled: Compiled
     reasoning: _Reasoning | None
+    taken: list[int] = field(default_factory=list)
+    failure: tuple[int, str] | None = None
+    alone_since: int | None = None
 
     @property
     def min_position(self) -> int:
@@ -137,13 +150,13 @@ class Grammars:
             raise ValueError(
                 "answers of this model cannot follow a grammar: it needs a tokenizer.json and an eos_token_id"
             )
-        matcher = self._compiler.copy_of(grammar)
-        if matcher is None:
+        compiled = self._compiler.find(grammar)
+        if compiled is None:
             self._waiting[request.request_id] = request
             return False
         marks = request.sampling.reasoning
         reasoning = None if marks is None else _Reasoning.of(marks)
-        self._held[request.request_id] = _Held(request, matcher, reasoning)
+        self._held[request.request_id] = _Held(request, compiled.matcher.deep_copy(), compiled, reasoning)
         return True
 
     def take_compiled(self) -> list[tuple[Request, str | None]]:
@@ -190,11 +203,10 @@ class Grammars:
                 continue
             if held.reasoning is not None and held.reasoning.take(token_id):
                 continue
-            matcher = held.matcher
             token_id = self._eos_token_ids[0] if token_id in self._eos_token_ids else token_id
-            # After an error the matcher allows only the end of the answer.
-            if matcher.is_error() or (reason == FINISH_RUNNING and not matcher.consume_token(token_id)):
-                failed[request_id] = f"the grammar cannot be followed any further: {error_of(matcher)}"
+            why = self._why_not(held, token_id, is_last=reason != FINISH_RUNNING)
+            if why is not None:
+                failed[request_id] = f"the grammar cannot be followed any further: {why}"
         return failed
 
     def close(self) -> None:
@@ -202,6 +214,34 @@ class Grammars:
             self._compiler.close()
         if self._thread is not None:
             self._thread.close()
+
+    def _why_not(self, held: _Held, token_id: int, *, is_last: bool) -> str | None:
+        """Give a matcher the next token, unless it is the last. Return why the answer cannot go on, if it cannot."""
+        if held.failure is not None and held.failure[0] == len(held.taken):
+            return held.failure[1]  # the token comes from a mask that allows only the end of the answer
+        if is_last:
+            return None
+        held.taken.append(token_id)
+        if held.matcher.consume_token(token_id) or (self._move(held, held.matcher) and not held.matcher.is_error()):
+            return None
+        return error_of(held.matcher)
+
+    def _move(self, held: _Held, failed: LLMatcher) -> bool:
+        """Give a request an automaton of its own if `failed`, its matcher or a copy of it, found its automaton full.
+
+        The states of other answers, and those of tokens that were allowed and not taken, are not in the new one. Return
+        whether there is one; its matcher has taken the request's tokens.
+        """
+        is_due = held.alone_since is None or len(held.taken) - held.alone_since >= _TOKENS_PER_AUTOMATON
+        if not (is_due and is_full(failed)):
+            return False
+        assert self._compiler is not None, "a request has a grammar that cannot be compiled"
+        matcher = self._compiler.alone(held.compiled)
+        if matcher is None:
+            return False
+        matcher.consume_tokens(held.taken)
+        held.matcher, held.alone_since = matcher, len(held.taken)
+        return True
 
     def _rows_of(self, plan: StepPlan, request_ids: Sequence[int]) -> list[_Rows]:
         rows: list[_Rows] = []
@@ -252,6 +292,11 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(alone, *target)
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
+        copies = {begin: matcher for matcher, begin, _ in drafted}
+        for each, begin in zip(rows, begins, strict=False):
+            each.held.failure = None
+            if (matcher := copies.get(begin, each.held.matcher)).is_error():
+                self._refill(each, matcher, bits[begin : begin + len(each)])
         for _, begin, draft in drafted:
             self._allow_only_ends_after_ends(bits[begin + 1 :], draft)
         self._allow_every_end(bits)
@@ -262,6 +307,31 @@ class Grammars:
                 if each.first_position + offset < each.held.min_position:
                     _forbid_unless_needed(bits[begin + offset], each.held.request.stop_token_ids)
         return TokenMasks(np.array(row_ids, np.int32), bits)
+
+    def _refill(self, rows: _Rows, failed: LLMatcher, bits: npt.NDArray[np.uint32]) -> None:
+        """Make the masks of a request again, after its matcher, or the copy that took its guesses, could not.
+
+        Args:
+            bits: The masks of `rows`.
+        """
+        rows.held.failure = self._fill_one_by_one(rows, bits)
+        if self._move(rows.held, failed):
+            rows.held.failure = self._fill_one_by_one(rows, bits)
+
+    def _fill_one_by_one(self, rows: _Rows, bits: npt.NDArray[np.uint32]) -> tuple[int, str] | None:
+        """Make the masks of a request. Return after how many consumed tokens one could not be made, and why."""
+        matcher = rows.held.matcher.deep_copy()
+        for offset, mask in enumerate(bits):
+            if offset:
+                guess = rows.draft[offset - 1]
+                is_allowed = bits[offset - 1, guess // _BITS] >> np.uint32(guess % _BITS) & np.uint32(1)
+                if not is_allowed or guess in self._eos_token_ids:
+                    break  # the rest is not read, or made elsewhere
+                matcher.consume_token(guess)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                return len(rows.held.taken) + offset, error_of(matcher)
+        return None
 
     def _allow_only_ends_after_ends(self, bits: npt.NDArray[np.uint32], draft: Sequence[int]) -> None:
         """Fill the rows behind a guess that ends the sequence: where `min_tokens` is not reached, another end follows.

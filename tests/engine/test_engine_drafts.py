@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
+import swiftkv.grammars
 from swiftkv._core import Scheduler, StepPlan, StepResult
 from swiftkv.engine.engine import Engine
 from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED, PromptLookup
@@ -172,3 +174,29 @@ def test_a_grammar_that_names_tokens_holds_through_guesses(tmp_path: Path) -> No
         stats = engine.wait_for_rest()
     assert stats.accepted_draft_tokens_total > 0
     assert (expected[0].error, expected[0].token_ids.count(300), expected[0].token_ids.count(301)) == (None, 12, 12)
+
+
+@pytest.mark.parametrize("lookup", [None, PromptLookup(6, 1, 3)], ids=["without", "with"])
+def test_a_full_automaton_ends_only_answers_that_need_more_states(
+    lookup: PromptLookup | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to one grammar share the states of its automaton, and each takes eight for every letter."""
+    monkeypatch.setattr(swiftkv.grammars, "PARSER_LIMITS", LLParserLimits(max_lexer_states=700, verbose_errors=False))
+    make_checkpoint(tmp_path, "llama", tokenizer=True, max_position_embeddings=2048)
+    letters = {ord(letter): 71 + i for i, letter in enumerate("abcdefgh")}  # their tokens
+    branches = "|".join(f"{chr(code)}[^{chr(code).upper()}]{{150}}" for code in letters)
+    long, complex_ = (library_form(GrammarSource("regex", regex)) for regex in (branches, "(.*a.{20})&"))
+    asked: dict[str, Any] = {"ignore_eos": False, "temperature": 1.0, "max_tokens": 500}
+    engine = EngineThread(tmp_path, ModelRunner, **{**OPTIONS, "max_model_len": 1024, "prompt_lookup": lookup})
+    with engine.running():
+        request_ids = [
+            engine.add([5, 6, 7], **asked, grammar=long, logit_bias={token: 60.0}, seed=token)
+            for token in letters.values()
+        ]
+        request_ids.append(engine.add([5, 6, 7], **asked, grammar=complex_, logit_bias={71: 40.0, 72: 40.0}, seed=1))
+        *answers, too_complex = engine.wait(request_ids)
+        answers += engine.wait([engine.add([5, 6, 7], **asked, grammar=long, logit_bias={71: 60.0}, seed=9)])
+        engine.wait_for_rest()
+    assert [(answer.error, len(answer.token_ids)) for answer in answers] == [(None, 152)] * 9
+    assert too_complex.error is not None
+    assert "too many states" in too_complex.error.message

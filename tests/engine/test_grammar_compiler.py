@@ -22,12 +22,12 @@ def test_each_can_be_had_when_it_is_told_however_many_came_at_once(tmp_path: Pat
     compiled = threading.Semaphore(0)
     compiler = GrammarCompiler(tokenizer, compiled.release)
     wanted = [library_form(GrammarSource("choice", json.dumps([f"word {i}"]), None)) for i in range(80)]
-    assert [compiler.copy_of(grammar) for grammar in wanted] == [None] * len(wanted)
+    assert [compiler.find(grammar) for grammar in wanted] == [None] * len(wanted)
     for _ in wanted:
         assert compiled.acquire(timeout=60)
     for grammar, error in compiler.take_compiled():
         assert error is None
-        assert compiler.copy_of(grammar) is not None, grammar
+        assert compiler.find(grammar) is not None, grammar
         wanted.remove(grammar)
     assert wanted == []
     compiler.close()
@@ -36,7 +36,7 @@ def test_each_can_be_had_when_it_is_told_however_many_came_at_once(tmp_path: Pat
 def test_what_no_grammar_explains_is_raised_where_requests_would_wait_forever() -> None:
     compiled = threading.Semaphore(0)
     compiler = GrammarCompiler(None, compiled.release)  # type: ignore[arg-type]
-    assert compiler.copy_of(library_form(GrammarSource("choice", '["yes"]', None))) is None
+    assert compiler.find(library_form(GrammarSource("choice", '["yes"]', None))) is None
     assert compiled.acquire(timeout=60)
     with pytest.raises(TypeError):
         list(compiler.take_compiled())
