@@ -28,10 +28,16 @@ def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
     return model.serving(sender)
 
 
-async def wake_if_asked(request: Request, model: ModelHandle) -> None:
-    """Wake a model that requests may wake, again each time that somebody puts it to sleep meanwhile."""
+async def awake(request: Request, models: ModelTable, model: ModelHandle) -> ModelHandle:
+    """Wake a model that requests may wake, again each time that somebody puts it to sleep meanwhile.
+
+    Return its handle by then: a model that was reloaded may have another tokenizer, and the old handle's threads have
+    ended.
+    """
     while model.must_wake:
         await unless_gone(request, model.sleeper.wake_for_request())
+        model = as_sent(request, models.get(model.name))
+    return model
 
 
 async def in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:

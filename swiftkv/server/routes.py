@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request
 from starlette.responses import Response
 
-from swiftkv.server.asked_model import as_sent, asked_model, wake_if_asked
+from swiftkv.server.asked_model import as_sent, asked_model, awake
 from swiftkv.server.body import body_document, parsed
 from swiftkv.server.documented import GENERATION_ERRORS, documented
 from swiftkv.server.errors import fields_named
@@ -81,7 +81,7 @@ def _generation_router(models: ModelTable) -> APIRouter:
         openapi_extra=body_document(CompletionBody),
     )
     async def complete(request: Request, body: Annotated[CompletionBody, parsed(CompletionBody)]) -> Response:
-        return await _generate(request, asked_model(request, models, body.model), body)
+        return await _generate(request, models, asked_model(request, models, body.model), body)
 
     @router.post(
         "/v1/chat/completions",
@@ -89,7 +89,7 @@ def _generation_router(models: ModelTable) -> APIRouter:
         openapi_extra=body_document(ChatBody),
     )
     async def chat(request: Request, body: Annotated[ChatBody, parsed(ChatBody)]) -> Response:
-        return await _generate(request, asked_model(request, models, body.model), body)
+        return await _generate(request, models, asked_model(request, models, body.model), body)
 
     @router.post(
         "/v1/responses",
@@ -99,7 +99,7 @@ def _generation_router(models: ModelTable) -> APIRouter:
     async def respond(request: Request, body: Annotated[ResponsesBody, parsed(ResponsesBody)]) -> Response:
         model = asked_model(request, models, body.model)
         with fields_named(responses_names):
-            return await _generate(request, model, body.chat, partial(ResponsesAnswer, body))
+            return await _generate(request, models, model, body.chat, partial(ResponsesAnswer, body))
 
     @router.post(
         "/v1/messages",
@@ -109,13 +109,14 @@ def _generation_router(models: ModelTable) -> APIRouter:
     async def answer_messages(request: Request, body: Annotated[MessagesBody, parsed(MessagesBody)]) -> Response:
         model = asked_model(request, models, body.model)
         with fields_named(messages_names):
-            return await _generate(request, model, body.chat, MessagesAnswer)
+            return await _generate(request, models, model, body.chat, MessagesAnswer)
 
     return router
 
 
 async def _generate(
     request: Request,
+    models: ModelTable,
     model: ModelHandle,
     body: CompletionBody | ChatBody,
     make_answer: AnswerMaker | None = None,
@@ -123,21 +124,28 @@ async def _generate(
     model = as_sent(request, model)
     model.check_task("generate")
     if make_answer is None and body.stream and model.must_wake and PROGRESS_HEADER in request.headers:
-        return WakingStream(request, model, lambda: _answer(request, model, body, None))
-    await wake_if_asked(request, model)
-    return await _answer(request, model, body, make_answer)
+        return WakingStream(request, models, model, lambda awoken: _answer(request, models, awoken, body, None))
+    model = await awake(request, models, model)
+    return await _answer(request, models, model, body, make_answer)
 
 
 async def _answer(
-    request: Request, model: ModelHandle, body: CompletionBody | ChatBody, make_answer: AnswerMaker | None
+    request: Request,
+    models: ModelTable,
+    model: ModelHandle,
+    body: CompletionBody | ChatBody,
+    make_answer: AnswerMaker | None,
 ) -> Response:
     began_s = time.perf_counter()
     record: RequestRecord = request.state.record
-    targets = wanted_targets(model, body, asked_targets(request.headers))
-    check(model, body, targets)
-    prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
-    is_awake = not model.must_wake
-    await wake_if_asked(request, model)  # it may have been put to sleep while nothing was in flight
+    is_awake, prepared_for = True, None
+    while prepared_for is not model.tokenizer:  # it was reloaded meanwhile
+        targets = wanted_targets(model, body, asked_targets(request.headers))
+        check(model, body, targets)
+        prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
+        prepared_for = model.tokenizer
+        is_awake &= not model.must_wake
+        model = await awake(request, models, model)  # it may have been put to sleep while nothing was in flight
     answer = begin(
         model, body, prepared, record.request_id,
         make_answer=make_answer, targets=targets, is_traced=record.is_traced,

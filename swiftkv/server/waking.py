@@ -9,9 +9,9 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from swiftkv.server.asked_model import wake_if_asked
+from swiftkv.server.asked_model import awake
 from swiftkv.server.errors import ApiError
-from swiftkv.server.models import ModelHandle
+from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.sse import END_OF_STREAM, plain_events
 from swiftkv.server.streaming import STREAM_HEADERS, ClientGone
 from swiftkv.units import loading_words
@@ -27,31 +27,37 @@ class WakingStream(StreamingResponse):
     a failure is sent as an event.
     """
 
-    def __init__(self, request: Request, model: ModelHandle, answer: Callable[[], Awaitable[Response]]) -> None:
-        """`answer` returns the stream of the answer, and is called when the model is awake."""
+    def __init__(
+        self,
+        request: Request,
+        models: ModelTable,
+        model: ModelHandle,
+        answer: Callable[[ModelHandle], Awaitable[Response]],
+    ) -> None:
+        """`answer` returns the stream of the answer of the model, and is called when that is awake."""
         super().__init__((), headers=STREAM_HEADERS, media_type="text/event-stream")
         self._request = request
+        self._models = models
         self._model = model
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await self._wake(send)
-            response = await self._answer()
+            response = await self._answer(await self._wake(send))
             await response(scope, receive, _without_head(send))
         except ApiError as error:
             await send(_body(plain_events([error.answer()]) + END_OF_STREAM, is_last=True))
         except ClientGone:
             return
 
-    async def _wake(self, send: Send) -> None:
-        waking = asyncio.ensure_future(wake_if_asked(self._request, self._model))
+    async def _wake(self, send: Send) -> ModelHandle:
+        waking = asyncio.ensure_future(awake(self._request, self._models, self._model))
         try:
             while not waking.done():
                 await send(_body(self._comment()))
                 await asyncio.wait((waking,), timeout=_INTERVAL_S)
-            await waking
+            return await waking
         finally:
             waking.cancel()
 

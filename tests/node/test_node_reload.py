@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv.cli import app
+from swiftkv.server.waking import PROGRESS_HEADER
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.completions import streaming
 from tests.support.node_process import (
@@ -20,6 +24,7 @@ from tests.support.node_process import (
     remove,
     short_temporary_directory,
     small_models,
+    wait_for,
 )
 
 
@@ -28,6 +33,11 @@ def answer(url: str) -> list[int]:
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
     tokens: list[int] = response.json()["choices"][0]["token_ids"]
     return tokens
+
+
+def text(stream: str) -> str:
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in json.loads(event).get("choices", []))
 
 
 def put(source: Path, target: Path) -> None:
@@ -77,4 +87,31 @@ def test_a_model_is_loaded_anew(tmp_path: Path) -> None:
         rewrite_config(tmp_path / "served", max_position_embeddings=64)
         assert "allow 64 tokens" in reload()[1]
         assert answer(own_port) == second
+    remove(temporary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headers", [{}, {PROGRESS_HEADER: "1"}])
+def test_requests_wait_for_a_model_that_is_loaded_anew(tmp_path: Path, headers: dict[str, str]) -> None:
+    make_checkpoint(tmp_path / "served", "llama", tokenizer=True, max_position_embeddings=4096)
+    [changing] = small_models(tmp_path / "served", "changing")
+    temporary = short_temporary_directory()
+    config = {"node": {"port": 0}, "models": [{**changing, "auto_wake": True}]}
+    body = {"prompt": "one two", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
+    with NodeProcess(config, tmp_path, temporary) as node, ThreadPoolExecutor() as pool:
+
+        def ask() -> str:
+            return httpx.post(f"{node.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S).text
+
+        before = ask()
+        assert before.endswith("data: [DONE]\n\n")
+        url = f"{node.url}/admin/models/changing/reload"
+        with streaming(node, "changing", 3000):
+            reloading = pool.submit(httpx.post, url, headers=node.admin_headers(), timeout=DEADLINE_S)
+            wait_for("it to fall asleep", lambda: node.ready()["changing"] == "going to sleep")
+            asking = pool.submit(ask)
+            time.sleep(0.5)  # until the request waits
+        after = asking.result()
+        assert reloading.result().status_code == 200
+        assert text(after) == text(before) != "", after
     remove(temporary)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from swiftkv.policies import Task
-from swiftkv.server.asked_model import as_sent, asked_model, wake_if_asked
+from swiftkv.server.asked_model import as_sent, asked_model, awake
 from swiftkv.server.body import body_document, parsed
 from swiftkv.server.documented import GENERATION_ERRORS, documented
 from swiftkv.server.models import ModelHandle, ModelTable
@@ -38,7 +38,7 @@ def pooling_router(models: ModelTable) -> APIRouter:
         model = as_sent(request, asked_model(request, models, body.model))
         record: RequestRecord = request.state.record
         model.check_task(*tasks)
-        await wake_if_asked(request, model)
+        model = await awake(request, models, model)
         check_admission(model, body.priority)
         content = await unless_gone(request, answer(model, body, request.state.num_body_bytes, record))
         return Response(content, media_type="application/json")
