@@ -303,8 +303,8 @@ class Engine:
         """Wait until a message comes, the coordinator or storage has news, or the poll interval is over."""
         timeout_ms = _STARVED_POLL_MS if self._scheduler.has_work() else _IDLE_POLL_MS
         self._poller.poll(self._tier.longest_rest_ms(timeout_ms))
-        for wakeup in (self._lending.wakeup, self._tier.wakeup):
-            wakeup.take()
+        self._stats_changed |= self._lending.wakeup.take()  # blocks have changed hands
+        self._tier.wakeup.take()
 
     def _receive(self) -> list[ToEngine]:
         """Return the messages that have come, at most as many as running requests may wait for."""

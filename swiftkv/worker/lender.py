@@ -395,6 +395,7 @@ class Lender:
             epochs = link.ledger.offer(extents)
             self.lent_total_bytes += len(extents) * link.geometry.extent_bytes
             self._wire.send(peer.route, Offer.of(extents, epochs, **self._names(peer, link)))
+            self._wake_engine()  # an engine at rest reports its blocks, too
         return len(extents)
 
     def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> RecallBatch | None:

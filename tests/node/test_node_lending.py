@@ -78,6 +78,26 @@ def test_what_the_plan_promises_is_lent_and_serves_max_model_len(node: NodeProce
     assert_pools_add_up(node)
 
 
+def test_metrics_show_what_engines_at_rest_have_lent_and_borrowed(node: NodeProcess) -> None:
+    def metrics() -> dict[str, float]:
+        samples = (line.rpartition(" ") for line in httpx.get(f"{node.url}/metrics").text.splitlines())
+        return {name: float(value) for name, _, value in samples if name.startswith("swiftkv:kv_blocks{")}
+
+    def are_right() -> bool:
+        (group,) = admin(node, "pools/idle")["groups"]
+        shown = metrics()
+        states = ("free", "used", "cached", "lent")
+        return all(
+            shown[f'swiftkv:kv_blocks{{group="0",model_name="idle",state="{state}"}}'] == group[state]
+            for state in states
+        )
+
+    for budget in ("0", "15%"):
+        change = set_budget(node, budget)
+        wait_for("blocks to change hands", lambda most=change["budget_bytes"]: (borrowed_bytes(node) > 0) == (most > 0))
+        wait_for("metrics that say so", are_right)
+
+
 def test_the_line_of_a_request_says_what_changed_hands_meanwhile(node: NodeProcess) -> None:
     promised = room(node)
     prompt = [5] * 2 * promised.borrower.pool_tokens
