@@ -399,6 +399,17 @@ def test_a_line_beside_which_engines_always_die_fails(slow: Gateway) -> None:
     assert line["response"]["status_code"] == 503
 
 
+def test_a_line_survives_any_number_of_sleeps(slow: Gateway) -> None:
+    client = slow.openai()
+    created = create(client, jsonl([completion(max_tokens=400)]))
+    for _ in range(3):
+        wait_until(lambda: slow.clients["chat"].num_in_flight == 1)
+        with slow.admin() as http:
+            assert http.post("/admin/models/chat/sleep?now=true").status_code == 200
+            assert http.post("/admin/models/chat/wake").status_code == 200
+    assert ended(client, created).request_counts.completed == 1  # type: ignore[union-attr]
+
+
 def test_clients_find_room_beside_a_batch(slow: Gateway) -> None:
     client, engine = slow.openai(), slow.clients["chat"]
     created = create(client, jsonl([completion(max_tokens=200)] * 300))

@@ -230,7 +230,8 @@ class BatchRunner:
         self._retry_at_s[line.model] = time.monotonic() + max(retry_s, _PASSING_RETRY_S)
         if line.model not in self._models.names:  # it was removed
             return False
-        if running.generation is not None and not self._models.get(line.model).client.state.is_there:
+        status = self._models.get(line.model).client.status
+        if running.generation is not None and not status.state.is_there and not status.rests:
             key = line.batch, line.number
             self._engine_deaths[key] = self._engine_deaths.get(key, 0) + 1
             return self._engine_deaths[key] < _MAX_ENGINE_DEATHS
