@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -48,6 +49,10 @@ def admin(node: NodeProcess, path: str) -> dict[str, Any]:
 def borrowed_bytes(node: NodeProcess) -> int | None:
     models = admin(node, "lending").get("models", [])
     return next((model["borrowed_bytes"] for model in models if model["model"] == "long"), None)
+
+
+def is_borrowed(node: NodeProcess, num_bytes: int) -> bool:
+    return borrowed_bytes(node) == num_bytes
 
 
 def set_budget(node: NodeProcess, budget: str | int) -> dict[str, Any]:
@@ -93,8 +98,9 @@ def test_metrics_show_what_engines_at_rest_have_lent_and_borrowed(node: NodeProc
         )
 
     for budget in ("0", "15%"):
-        change = set_budget(node, budget)
-        wait_for("blocks to change hands", lambda most=change["budget_bytes"]: (borrowed_bytes(node) > 0) == (most > 0))
+        set_budget(node, budget)
+        expected = 0 if budget == "0" else room(node).lent_bytes
+        wait_for("blocks to change hands", partial(is_borrowed, node, expected))
         wait_for("metrics that say so", are_right)
 
 
