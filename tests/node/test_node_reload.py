@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -91,27 +91,23 @@ def test_a_model_is_loaded_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("headers", [{}, {PROGRESS_HEADER: "1"}])
-def test_requests_wait_for_a_model_that_is_loaded_anew(tmp_path: Path, headers: dict[str, str]) -> None:
+def test_requests_wait_for_a_model_that_is_loaded_anew(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "served", "llama", tokenizer=True, max_position_embeddings=4096)
     [changing] = small_models(tmp_path / "served", "changing")
     temporary = short_temporary_directory()
     config = {"node": {"port": 0}, "models": [{**changing, "auto_wake": True}]}
     body = {"prompt": "one two", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "stream": True}
-    with NodeProcess(config, tmp_path, temporary) as node, ThreadPoolExecutor() as pool:
-
-        def ask() -> str:
-            return httpx.post(f"{node.url}/v1/completions", json=body, headers=headers, timeout=DEADLINE_S).text
-
-        before = ask()
+    with NodeProcess(config, tmp_path, temporary) as node, ThreadPoolExecutor() as pool, ExitStack() as stack:
+        asked = {"url": f"{node.url}/v1/completions", "json": body, "timeout": DEADLINE_S}
+        before = httpx.post(**asked).text
         assert before.endswith("data: [DONE]\n\n")
-        url = f"{node.url}/admin/models/changing/reload"
         with streaming(node, "changing", 3000):
+            url = f"{node.url}/admin/models/changing/reload"
             reloading = pool.submit(httpx.post, url, headers=node.admin_headers(), timeout=DEADLINE_S)
             wait_for("it to fall asleep", lambda: node.ready()["changing"] == "going to sleep")
-            asking = pool.submit(ask)
-            time.sleep(0.5)  # until the request waits
-        after = asking.result()
+            waiting = pool.submit(httpx.post, **asked)
+            shown = stack.enter_context(httpx.stream("POST", **asked, headers={PROGRESS_HEADER: "1"})).iter_lines()
+            assert next(shown).startswith(": ")  # it waits, too
         assert reloading.result().status_code == 200
-        assert text(after) == text(before) != "", after
+        assert text(waiting.result().text) == text("\n".join(shown)) == text(before) != ""
     remove(temporary)
