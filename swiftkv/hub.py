@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +30,27 @@ def locate_checkpoint(path: str, directory: Path, need_weights: bool, revision: 
     A relative `path` starts at `directory` (where the YAML file lies), or otherwise at the working directory. If it is
     in neither and looks like a hub id, it is fetched: `config.json` alone, or everything if `need_weights`, at
     `revision` (a branch, a tag or a commit) or otherwise the newest.
-    Raises `CheckpointError` that names what is missing.
+    Raises `CheckpointError` that names what is missing or cannot be read.
     """
+    try:
+        return _locate(path, directory, need_weights, revision)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename} cannot be read: {error.strerror}; name a directory that this user can read"
+        ) from None
+
+
+def _locate(path: str, directory: Path, need_weights: bool, revision: str | None) -> Checkpoint:
     starts = [directory]
     with contextlib.suppress(FileNotFoundError):  # a node goes on without the directory in which it was started
         starts = list(dict.fromkeys([directory, Path.cwd()]))
-    found = next((place for start in starts if (place := start / Path(path).expanduser()).is_dir()), None)
+    found = next((place for start in starts if (place := start / os.path.expanduser(path)).is_dir()), None)
     if found is not None:
         if revision is not None:
             raise CheckpointError(f"{found} is a directory, and only models of the hub have revisions; drop revision")
         public_name = found.resolve().name
     else:
-        if (place := Path(path).expanduser()).is_absolute():
+        if (place := Path(os.path.expanduser(path))).is_absolute():
             raise CheckpointError(f"there is no directory {place}")
         if not _is_hub_id(path, starts):
             raise CheckpointError(f"{path!r} is neither a directory in {' or '.join(map(str, starts))} nor a hub id")

@@ -54,7 +54,7 @@ class FileOptions(_Options):
     @property
     def directory(self) -> Path:
         """The directory; a relative path starts where the YAML file lies."""
-        return self._directory / Path(self.path).expanduser()
+        return self._directory / os.path.expanduser(self.path)
 
 
 class RedisOptions(_Options):
@@ -193,7 +193,7 @@ def read_options(path: object, key: str, directory: Path) -> dict[str, Any]:
     wanted = "the path of a .json, .toml, .yaml or .yml file"
     if not isinstance(path, str):
         raise ConfigError(f"{key}: {show(path)} is not {wanted}")
-    file = directory / Path(path).expanduser()
+    file = directory / os.path.expanduser(path)
     parse = _PARSERS.get(file.suffix)
     if parse is None:
         raise ConfigError(f"{key}: {path} is not {wanted}")

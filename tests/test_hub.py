@@ -93,6 +93,18 @@ def test_a_directory_has_no_revisions(tmp_path: Path) -> None:
         locate_checkpoint("tiny", tmp_path, False, "main")
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/" + "a" * 300, "^/a+ cannot be read: File name too long; name a directory that this user can read"),
+        ("~nobody-of-this-name/x", "^'~nobody-of-this-name/x' is neither a directory in .* nor a hub id"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_a_mistake(path: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        locate_checkpoint(path, tmp_path, False)
+
+
 def test_a_model_is_found_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_bytes(FILES["config.json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -49,7 +50,7 @@ def sampling_defaults(setting: str, checkpoint: Path, directory: Path) -> Sampli
     """
     if setting == "vllm":
         return SamplingDefaults()
-    file = (checkpoint if setting == "auto" else directory / Path(setting).expanduser()) / _FILE
+    file = (checkpoint if setting == "auto" else directory / os.path.expanduser(setting)) / _FILE
     try:
         content = file.read_bytes()
     except FileNotFoundError:
