@@ -23,6 +23,7 @@ from swiftkv.config import Config
 from swiftkv.errors import ConfigError, EngineError
 from swiftkv.model_config import ModelConfig
 from swiftkv.processes import module_command
+from swiftkv.sockets import host_in_url
 
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
@@ -53,12 +54,12 @@ class DemoNode:
         if 0 in ports:
             raise ConfigError("port: the demo needs a fixed port to connect to; write a port number instead of 0")
         self._config = config
-        self.url = f"http://{config.node.host}:{config.node.port}"
+        self.url = f"http://{host_in_url(config.node.host)}:{config.node.port}"
         self._api_key = config.node.api_key() or next(iter(config.node.tenant_keys()), "none")
 
     def base_url(self, model: ModelConfig) -> str:
         if model.endpoint is not None:
-            return f"http://{self._config.node.host}:{model.endpoint.port}/v1"
+            return f"http://{host_in_url(self._config.node.host)}:{model.endpoint.port}/v1"
         return f"{self.url}/models/{model.name}/v1"
 
     def client(self, model: ModelConfig) -> openai.OpenAI:

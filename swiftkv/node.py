@@ -40,7 +40,7 @@ from swiftkv.server.metrics import GatewayMetrics
 from swiftkv.server.otlp import OtlpSink, open_sink
 from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.server.templates import TemplateRenderer
-from swiftkv.sockets import ipc_directory, listen
+from swiftkv.sockets import host_in_url, ipc_directory, listen
 from swiftkv.state import state_directory
 from swiftkv.stopping import StoppingMark, wait_for_stopping
 from swiftkv.tasks import Tasks
@@ -394,7 +394,7 @@ class Node:
     def _say_where(self) -> None:
         """Print each model's URL, and a line to paste."""
         ports = [listening.getsockname()[1] for listening in self._sockets]
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.node.host, self._config.node.host)
+        host = host_in_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.node.host, self._config.node.host))
         node_url = f"http://{host}:{ports.pop(0)}"
         variables = self._config.node.key_variables
         key = f' -H "Authorization: Bearer ${variables[0]}"' if variables else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -40,15 +41,23 @@ def listen_on(host: str, port: int, key: str) -> socket.socket:
     """Return a socket that listens. Raises `ConfigError` about `key` if the port cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"node.host: {host!r} is not an address of this machine: {error.strerror}") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise ConfigError(f"node.host: {host!r} is not an address of this machine: {reason}") from None
     try:
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"node.host: {host!r} is not an address of this machine: {reason}") from None
         raise ConfigError(
             f"{key}: cannot listen on {host}:{port}: {reason}; choose another port or free this one"
         ) from None
+
+
+def host_in_url(host: str) -> str:
+    """Return a host or address as a URL has it: an address of IPv6 stands in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv.errors import ConfigError
-from swiftkv.sockets import ipc_directory
+from swiftkv.sockets import host_in_url, ipc_directory, listen_on
 
 
 @pytest.fixture
@@ -16,6 +16,16 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "a b", "192.0.2.1"])
+def test_an_address_of_another_machine_is_a_mistake_in_the_host(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^node.host: {host!r} is not an address of this machine: "):
+        listen_on(host, 0, "node.port")
+
+
+def test_addresses_stand_in_urls() -> None:
+    assert [host_in_url(host) for host in ("127.0.0.1", "localhost", "::1")] == ["127.0.0.1", "localhost", "[::1]"]
 
 
 def test_a_directory_for_sockets_that_cannot_be_made_is_the_users_to_mend(
