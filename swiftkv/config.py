@@ -5,6 +5,7 @@ The sections are in `node_config.py` and `model_config.py`. This file has the ru
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from swiftkv.node_config import NodeConfig, is_loopback
 from swiftkv.tenant_config import mistakes_about_tenants
 from swiftkv.tier_config import HostConfig, StorageConfig, check_backends
 from swiftkv.units import DeviceShare, PoolBytes, format_size
+
+_TAGS_OF_WORDS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
 
 
 class Config(Section):
@@ -208,7 +211,7 @@ def load_config(path: Path, **node_overrides: object) -> Config:
     section; None keeps the file's value.
     Raises `ConfigError` with one line per mistake.
     """
-    raw = _one_model(path) if path.is_dir() else _read_yaml(path)
+    raw = _one_model(path) if os.path.isdir(path) else _read_yaml(path)
     given = {key: value for key, value in node_overrides.items() if value is not None}
     if given and isinstance(raw, dict):
         node = raw.get("node", {})
@@ -236,13 +239,13 @@ def read_model(path: Path) -> object:
     If the section's `path`, relative to the file, leads to a directory, it becomes absolute, because the process that
     reads the section may run elsewhere. Raises `ConfigError` for a file that cannot be read.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return _one_model(path)["models"][0]
     section = _read_yaml(path)
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: holds {show(section)}; write a mapping with the keys of a model")
     directory = section.get("path")
-    if isinstance(directory, str) and (path.resolve().parent / directory).is_dir():
+    if isinstance(directory, str) and os.path.isdir(path.resolve().parent / directory):
         return {**section, "path": str(path.resolve().parent / directory)}
     return section
 
@@ -259,6 +262,8 @@ def _read_yaml(path: Path) -> object:
         raise ConfigError(f"{path}:{_yaml_mistake(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: lists and mappings are nested too deeply; write the keys node and models") from None
 
 
 def parse_config(raw: object) -> Config:
@@ -277,7 +282,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in _TAGS_OF_WORDS:
                 raise yaml.MarkedYAMLError(problem="a key must be a word", problem_mark=key.start_mark)
             if key.value in seen:
                 problem = f"the key {key.value!r} is written twice"

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from swiftkv.config_fields import POSITIVE, Positive, Section
 
 _ENDPOINT = "a ZeroMQ address such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/kv-events"
 
-Endpoint = Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$")]
+
+def _check_port(endpoint: str) -> str:
+    """Raise `ValueError` for a port above 65535: ZeroMQ would listen on another one."""
+    if endpoint.startswith("tcp:"):
+        _ = urlsplit(endpoint).port
+    return endpoint
+
+
+Endpoint = Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$"), AfterValidator(_check_port)]
 
 
 class KVEventsConfig(Section):

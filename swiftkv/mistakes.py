@@ -46,7 +46,10 @@ def _describe(mistake: Any, root: type[BaseModel]) -> str:
         return f"{key}: unknown key; {_instead_of(str(location[-1]), known)}"
     if mistake["type"] == "missing":
         return f"{key}: missing; write {_description_at(location, root)}"
-    return f"{key}: {show(mistake['input'])} is not {_description_at(location, root)}"
+    description = _description_at(location, root)
+    if mistake["type"] == "less_than_equal" and str(most := mistake["ctx"]["le"]) not in description:
+        return f"{key}: {show(mistake['input'])} is more than {most}, the most that can be written here"
+    return f"{key}: {show(mistake['input'])} is not {description}"
 
 
 def _instead_of(unknown: str, known: Sequence[str]) -> str:
@@ -83,6 +86,9 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 def _description_at(location: Sequence[int | str], root: type[BaseModel]) -> str:
     if isinstance(location[-1], int):
+        field = _section_at(location[:-2], root).model_fields[str(location[-2])]
+        if _section_of(field.annotation) is None:
+            return f"an item of {field.description}"
         return "a mapping with the keys of a " + str(location[-2]).removesuffix("s")
     field = _section_at(location[:-1], root).model_fields[location[-1]]
     section = _section_of(field.annotation)

@@ -70,7 +70,7 @@ class KVCacheConfig(Section):
 
     memory: Annotated[PoolMemory, PlainValidator(parse_memory)] = Field(PoolBytes(512 << 20), description=_MEMORY)
     block_size: Annotated[int, Field(gt=0, multiple_of=16)] = Field(16, description="a multiple of 16 tokens")
-    retention_interval: Annotated[int, Field(gt=0)] | None = Field(None, description="a number of tokens, or null")
+    retention_interval: Positive | None = Field(None, description="a number of tokens, or null")
     max_pinned: Annotated[float, PlainValidator(parse_part)] = Field(0.25, description="a percentage such as 25%")
 
 
@@ -107,7 +107,9 @@ class ModelConfig(Section):
     device: str = Field("cpu", pattern=r"^(cpu|cuda:\d+)$", description="cpu or cuda:N")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=8)] = Field(1, description="an integer from 1 to 8")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="float32, float16 or bfloat16")
-    threads: Positive = Field(default_factory=lambda: len(os.sched_getaffinity(0)), description=POSITIVE)
+    threads: int = Field(
+        default_factory=lambda: len(os.sched_getaffinity(0)), ge=1, le=4096, description="an integer from 1 to 4096"
+    )
     max_model_len: Positive | None = Field(None, description=POSITIVE)
     max_num_seqs: Positive = Field(64, description=POSITIVE)
     max_num_batched_tokens: Positive = Field(2048, description=POSITIVE)

@@ -39,7 +39,7 @@ class HostConfig(Section):
     """Host memory below the pool, which engines with equal weights share: the bytes that each rank brings."""
 
     size: Size | None = Field(None, description=SIZE)
-    ratio: Annotated[float, Field(gt=0.0, strict=False)] | None = Field(
+    ratio: Annotated[float, Field(gt=0.0, le=1e6, strict=False)] | None = Field(
         None, description="the size as a multiple of the pool's, such as 2.0"
     )
 

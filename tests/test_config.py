@@ -138,8 +138,8 @@ MISTAKES = [
         "found again only where a block ends; write at least 64, or null",
     ),
     (ONE_MODEL % ", kv_cache: {block_size: 0}", "models[0].kv_cache.block_size: 0 is not a multiple of 16 tokens"),
-    (ONE_MODEL % ", threads: 0", "models[0].threads: 0 is not an integer of at least 1"),
-    (ONE_MODEL % ", threads: '2'", "models[0].threads: '2' is not an integer of at least 1"),
+    (ONE_MODEL % ", threads: 0", "models[0].threads: 0 is not an integer from 1 to 4096"),
+    (ONE_MODEL % ", threads: '2'", "models[0].threads: '2' is not an integer from 1 to 4096"),
     (ONE_MODEL % ", max_num_seqs: 1.5", "models[0].max_num_seqs: 1.5 is not an integer of at least 1"),
     (ONE_MODEL % ", dtype: fp8", "models[0].dtype: 'fp8' is not float32, float16 or bfloat16"),
     (
@@ -248,6 +248,20 @@ MISTAKES = [
         ONE_MODEL % ", scheduling_policy: lifo",
         "models[0].scheduling_policy: 'lifo' is not fcfs, priority, spf, hrrn, turns or deadline",
     ),
+    (
+        ONE_MODEL % ", max_num_batched_tokens: 4294967296",
+        "models[0].max_num_batched_tokens: 4294967296 is more than 2147483647, the most that can be written here",
+    ),
+    (
+        ONE_MODEL % ", kv_cache: {retention_interval: 9223372036854775807}",
+        "models[0].kv_cache.retention_interval: 9223372036854775807 is more than 2147483647, the most that can be "
+        "written here",
+    ),
+    (ONE_MODEL % ", threads: 1000000", "models[0].threads: 1000000 is not an integer from 1 to 4096"),
+    (
+        "node: {allowed_hosts: [5]}\n" + ONE_MODEL % "",
+        "node.allowed_hosts[0]: 5 is not an item of a list of host names without ports",
+    ),
     (ONE_MODEL % ", max_num_queued_reqs: 0", "models[0].max_num_queued_reqs: 0 is not an integer of at least 1"),
     (
         ONE_MODEL % ", max_num_queued_tokens: many",
@@ -293,6 +307,22 @@ def test_a_key_that_is_no_word_is_a_mistake(tmp_path: Path) -> None:
     assert message_for("node:\n  [port]: 8000\n", tmp_path) == f"{tmp_path / 'node.yaml'}:2:3: a key must be a word"
 
 
+def test_a_key_that_is_a_number_or_a_switch_is_a_mistake(tmp_path: Path) -> None:
+    for key in ("1", "on", "null"):
+        assert message_for(f"node: {{}}\n{key}: 2\n", tmp_path) == f"{tmp_path / 'node.yaml'}:2:1: a key must be a word"
+
+
+def test_sections_may_be_merged(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("models:\n- &chat {name: chat, path: x, threads: 3}\n- {<<: *chat, name: code}\n")
+    assert [(model.name, model.threads) for model in load_config(file).models] == [("chat", 3), ("code", 3)]
+
+
+def test_deep_nesting_is_a_mistake(tmp_path: Path) -> None:
+    message = message_for("models: " + "[" * 3000 + "]" * 3000, tmp_path)
+    assert message.endswith("node.yaml: lists and mappings are nested too deeply; write the keys node and models")
+
+
 def test_broken_yaml_names_file_and_line(tmp_path: Path) -> None:
     message = message_for("node: {port: 8000\nmodels: [", tmp_path)
     assert message.startswith(f"{tmp_path / 'node.yaml'}:2:")
@@ -302,6 +332,8 @@ def test_broken_yaml_names_file_and_line(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"missing.yaml: cannot be read: No such file or directory; name a YAML file"):
         load_config(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read: File name too long; name a YAML file"):
+        load_config(tmp_path / ("a" * 300))
 
 
 def test_a_directory_is_a_file_of_one_model(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_an_address_that_others_reach_is_taken_only_where_everybody_is_let_in(en
     [
         (enabled("127.0.0.1:5557"), "endpoint: '127.0.0.1:5557' is not a ZeroMQ address such as"),
         (enabled("tcp://127.0.0.1"), "endpoint: 'tcp://127.0.0.1' is not a ZeroMQ address such as"),
+        (enabled("tcp://127.0.0.1:99999"), "endpoint: 'tcp://127.0.0.1:99999' is not a ZeroMQ address such as"),
         (enabled("ipc:///a", publisher="kafka"), "publisher: 'kafka' is not zmq"),
         (enabled("ipc:///a", encoding="json"), "encoding: 'json' is not map or array"),
         (enabled("ipc:///a", buffer_steps=0), "buffer_steps: 0 is not an integer of at least 1"),
