@@ -47,7 +47,7 @@ def _describe(mistake: Any, root: type[BaseModel]) -> str:
     if mistake["type"] == "missing":
         return f"{key}: missing; write {_description_at(location, root)}"
     description = _description_at(location, root)
-    if mistake["type"] == "less_than_equal" and str(most := mistake["ctx"]["le"]) not in description:
+    if mistake["type"] == "less_than_equal" and (most := f"{mistake['ctx']['le']:.15g}") not in description:
         return f"{key}: {show(mistake['input'])} is more than {most}, the most that can be written here"
     return f"{key}: {show(mistake['input'])} is not {description}"
 
