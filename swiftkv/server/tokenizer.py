@@ -343,8 +343,11 @@ def _template_of_processor(path: Path) -> str | None:
 
 def _check_chat_template(path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise `CheckpointError` if the chat template has a syntax error. One that refuses this message may work."""
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if not template:
         return
+    if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
+        raise CheckpointError(f"{path}: the chat template is not a text; correct it")
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except jinja2.TemplateSyntaxError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,11 @@ def test_a_chat_template_that_is_none_is_a_mistake_of_the_checkpoint(tmp_path: P
     train_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(CheckpointError, match=r"chat template, line 1: .*; correct it"):
+        Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    options = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**options, "chat_template": 5}))
+    with pytest.raises(CheckpointError, match="the chat template is not a text; correct it"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('a system prompt first') }}")
     assert "system prompt" in Tokenizer.from_pretrained(tmp_path).chat_template
