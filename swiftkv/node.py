@@ -42,7 +42,7 @@ from swiftkv.server.request_log import RequestLog, open_request_log
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import host_in_url, ipc_directory, listen
 from swiftkv.state import state_directory
-from swiftkv.stopping import StoppingMark, wait_for_stopping
+from swiftkv.stopping import StoppingMark, end_hanging_threads, wait_for_stopping
 from swiftkv.tasks import Tasks
 from swiftkv.tenant_config import TenantConfig
 from swiftkv.units import format_size, loading_words
@@ -63,6 +63,8 @@ _ENGINES_STOP_S = 30.0
 """The most seconds that a node without requests takes to end, with its engines."""
 _DISK_S = 5.0
 """The most seconds that a node that stops waits for its disk."""
+_THREADS_S = 10.0
+"""The most seconds that a node that has stopped waits for its threads."""
 _LOADING_S = 5.0
 """The seconds between two lines about engines that load."""
 
@@ -112,7 +114,8 @@ def run_node(config: Config, plans: Sequence[ModelPlan]) -> None:
         why_none = "this version does not keep those of tenants apart" if config.node.tenants else why_no_state
         if why_none is not None:
             say(f"/v1/files and /v1/batches are not served: {why_none}")
-        runner.run(serve())
+        with end_hanging_threads(_THREADS_S, say):
+            runner.run(serve())
 
 
 def _checked_limits(config: Config, plans: Sequence[ModelPlan]) -> NodeLimits:

@@ -124,6 +124,13 @@ def detach_output(patience_s: float = 0.0) -> None:
         atexit.register(stream.end)
 
 
+def drain_output() -> None:
+    """Wait up to a second for what was written to detached streams: for a process that ends without `atexit`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, DetachedStream):
+            stream.end()
+
+
 def open_standard_descriptors() -> None:
     """Open /dev/null for descriptors 0 to 2 if they are closed. Call it before a socket gets such a number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -7,15 +7,40 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swiftkv.errors import ConfigError
 from swiftkv.locks import is_private, is_still_at, make_private_directory, remove_if_unlocked, runtime_directories
+from swiftkv.output import drain_output
 
 _SUFFIX = ".stopping"
 _LOOK_S = 0.05
+
+
+@contextlib.contextmanager
+def end_hanging_threads(timeout_s: float, say: Callable[[str], None]) -> Iterator[None]:
+    """End this process `timeout_s` after the block, if it has not ended by itself.
+
+    Python waits for the threads of its executors, and one that hangs, in a chat template that does not end for
+    instance, would keep a process for ever that serves nobody.
+    """
+    code = 1
+    try:
+        yield
+        code = 0
+    finally:
+
+        def end() -> None:
+            say(f"a thread still ran {timeout_s:g} s after the end of the node, and was ended")
+            drain_output()
+            os._exit(code)
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
 
 
 class StoppingMark:

@@ -107,3 +107,22 @@ def test_a_directory_that_others_may_touch_is_not_used(runtime: Path) -> None:
     with StoppingMark(PORT - 2) as mark:
         mark.set()
         assert not list(runtime.iterdir())
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
+    code = (
+        "import threading\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "from swiftkv.output import detach_output\nfrom swiftkv.stopping import end_hanging_threads\n"
+        "detach_output()\n"
+        "with end_hanging_threads(0.1, print):\n"
+        "    ThreadPoolExecutor(1).submit(threading.Event().wait)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    said = "a thread still ran 0.1 s after the end of the node, and was ended\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, said, "")
+
+
+def test_a_process_without_such_a_thread_ends_by_itself() -> None:
+    code = "from swiftkv.stopping import end_hanging_threads\nwith end_hanging_threads(3600, print):\n    print('done')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
