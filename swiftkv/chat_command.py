@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -71,7 +72,7 @@ class Conversation:
 
         If openai raises an error, the message does not become part of the conversation.
         """
-        asked: Any = {"role": "user", "content": text}
+        asked: Any = {"role": "user", "content": _as_unicode(text)}
         answer = Answer()
         try:
             with self.client.chat.completions.create(
@@ -91,6 +92,11 @@ class Conversation:
         answer.ended_s = time.perf_counter()
         self.messages += [asked, {"role": "assistant", "content": answer.text}]
         return answer
+
+
+def _as_unicode(text: str) -> str:
+    """Return a text of the command line or of standard input, with a mark in place of bytes that are not UTF-8."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _take(delta: Any, answer: Answer, show: Show, show_thought: Show) -> None:
@@ -157,9 +163,11 @@ def chat(
                 names = [each.id for each in client.models.list()]
             if not names:
                 raise ChatError("the node has no model yet; see: swiftkv models add --help")
+            if model is not None and model not in names:
+                raise ChatError(f"no model {model!r}; this node has: {', '.join(names)}")
             talk = Conversation(client, model or names[0], max_tokens)
             if system_prompt is not None:
-                talk.messages.append({"role": "system", "content": system_prompt})
+                talk.messages.append({"role": "system", "content": _as_unicode(system_prompt)})
             if quick is None:
                 _converse(node, talk, names)
             else:
@@ -188,6 +196,10 @@ def _converse(node: _Node, talk: Conversation, names: list[str]) -> None:
 
 def _typed_messages() -> Iterator[str]:
     """Yield the lines of standard input that are not empty; end at Ctrl-D and Ctrl-C."""
+    if sys.stdin is None:  # it was closed
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # for `_as_unicode`
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  # lets `input` edit lines and remember them

@@ -15,6 +15,8 @@ from typer.testing import CliRunner, Result
 
 from swiftkv.cli import app
 
+PATIENCE_S = 600.0
+
 
 def run(*arguments: str, typed: str = "", key: str | None = None) -> Result:
     return CliRunner(env={"OPENAI_API_KEY": key, "COLUMNS": "120"}).invoke(app, ["chat", *arguments], input=typed)
@@ -71,10 +73,28 @@ def test_an_answer_cannot_change_the_terminal(gateway: Gateway) -> None:
     assert "[31mred" in said.stdout
 
 
+def test_bytes_that_are_not_utf8_are_marked(gateway: Gateway) -> None:
+    command = [sys.executable, "-m", "swiftkv", "chat", "--url", gateway.url, "--max-tokens", "6"]
+    answer = answer_to(gateway, "caf\ufffd au lait").choices[0].message.content
+    expected = f"{answer}\n"
+    typed = subprocess.run(command, input=b"caf\xe9 au lait\n", capture_output=True, timeout=PATIENCE_S)
+    assert (typed.returncode, typed.stdout.decode()) == (0, expected), typed.stderr.decode()
+    quick = subprocess.run([*command, "-q", b"caf\xe9 au lait"], capture_output=True, timeout=PATIENCE_S)
+    assert (quick.returncode, quick.stdout.decode()) == (0, expected), quick.stderr.decode()
+
+
+def test_a_closed_standard_input_is_its_end(gateway: Gateway) -> None:
+    command = [sys.executable, "-m", "swiftkv", "chat", "--url", gateway.url]
+    ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout, ended.stderr.decode().count("\n")) == (0, b"", 1)
+
+
 def test_a_wrong_model_and_no_node(gateway: Gateway) -> None:
     wrong = run("--url", gateway.url, "--model", "cod", "-q", "Hello!")
     assert (wrong.exit_code, wrong.stdout) == (1, "")
     assert wrong.stderr == "swiftkv: no model 'cod'; this node has: chat, code\n"
+    typed = run("--url", gateway.url, "--model", "cod", typed="Hello!\n")
+    assert (typed.exit_code, typed.stdout, typed.stderr) == (1, "", wrong.stderr)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     nobody = run("--url", url, "-q", "Hello!")
