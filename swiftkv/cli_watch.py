@@ -12,6 +12,7 @@ import typer
 from swiftkv.admin_client import (
     DEFAULT_ADMIN_KEY_ENV,
     DEFAULT_URL,
+    EXIT_USAGE,
     AdminKeyEnv,
     Url,
     admin_key,
@@ -34,6 +35,9 @@ def top(
     from swiftkv.tables import console_for
     from swiftkv.top import overview_table
 
+    if not once and not sys.stdout.isatty():
+        print("swiftkv: standard output is not a terminal; print one view with --once", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE)
     before = ask_admin("GET", url, "overview", admin_key_env)
     if once:
         time.sleep(interval)

@@ -71,6 +71,13 @@ def test_top_shows_a_row_for_each_model(gateway: Gateway) -> None:
     assert [[row[0], row[-1]] for row in rows if row[-1] == "64MiB"] == [["chat", "64MiB"], ["code", "64MiB"]]
 
 
+def test_top_wants_a_terminal(gateway: Gateway) -> None:
+    """Otherwise it would show nothing until Ctrl-C."""
+    refused = run("top", gateway=gateway)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == "swiftkv: standard output is not a terminal; print one view with --once\n"
+
+
 def test_top_says_why_it_ends_when_the_node_is_gone(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """The line is not part of the screen, which disappears."""
     gateway, stop = start_gateway(tmp_path, tokenizer, settings=ServerSettings(admin_key="admin-key"))
