@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import dataclass, field
@@ -243,6 +245,26 @@ def test_a_database_that_cannot_be_read_is_a_mistake_of_the_configuration(tmp_pa
         database.execute("PRAGMA user_version = 99")
         database.close()
     with pytest.raises(ConfigError, match="move it away" if damage == "nonsense" else "later version"):
+        Store(tmp_path)
+
+
+def test_a_disk_that_takes_nothing_is_no_damage(tmp_path: Path) -> None:
+    """To move the database away would lose files and batches, and not help."""
+    code = (
+        "import resource, sys\nfrom pathlib import Path\n"
+        "from swiftkv.errors import ConfigError\nfrom swiftkv.server.batches.store import Store\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "try:\n    Store(Path(sys.argv[1]))\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    assert ended.stdout.startswith(f"node.state_dir: {tmp_path / 'batches.sqlite3'} cannot be used: "), ended.stderr
+    assert ended.stdout.endswith("; free space for it, or name another directory\n")
+
+
+def test_a_directory_in_the_place_of_the_database_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "batches.sqlite3").mkdir()
+    with pytest.raises(ConfigError, match="cannot be used: unable to open database file; "):
         Store(tmp_path)
 
 

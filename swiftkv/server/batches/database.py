@@ -32,13 +32,19 @@ def open_database(path: Path) -> sqlite3.Connection:
     """Open or create a database. Commits survive the death of the process, but do not wait for the disk.
 
     Raises:
-        ConfigError: the database is damaged, or was written by a later version.
+        ConfigError: the database is damaged, cannot be written, or was written by a later version.
     """
-    database = sqlite3.connect(path, isolation_level=None)
+    database = None
     try:
+        database = sqlite3.connect(path, isolation_level=None)
         version = _prepare(database)
     except sqlite3.DatabaseError as error:
-        database.close()
+        if database is not None:
+            database.close()
+        if isinstance(error, sqlite3.OperationalError):  # the disk is full or fails, or forbids it
+            raise ConfigError(
+                f"node.state_dir: {path} cannot be used: {error}; free space for it, or name another directory"
+            ) from None
         raise ConfigError(
             f"node.state_dir: {path} cannot be read: {error}; move it away to start with an empty one"
         ) from None
