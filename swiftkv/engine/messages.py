@@ -318,7 +318,7 @@ class PinView(msgspec.Struct, array_like=True, frozen=True):
 
     pin_id: int
     num_tokens: int
-    left_s: float  # seconds until its time is over
+    ends_s: float  # when its time is over, by `time.monotonic`, which all processes share
     is_lost: bool  # a request needed its blocks, or their bytes were lost
 
 

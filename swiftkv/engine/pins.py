@@ -65,7 +65,7 @@ class Pins:
             )
         self._num_pinned = pin_id
         pin = self._pins[pin_id] = _Pin(length * self._block_size, now_s + ttl_s)
-        return _view(pin_id, pin, now_s)
+        return _view(pin_id, pin)
 
     def unpin(self, pin_id: int) -> bool:
         """End a pin, and return whether there was one."""
@@ -85,9 +85,9 @@ class Pins:
             self.unpin(pin_id)
         return bool(lost or over)
 
-    def views(self, now_s: float) -> list[PinView]:
-        return [_view(pin_id, pin, now_s) for pin_id, pin in self._pins.items()]
+    def views(self) -> list[PinView]:
+        return [_view(pin_id, pin) for pin_id, pin in self._pins.items()]
 
 
-def _view(pin_id: int, pin: _Pin, now_s: float) -> PinView:
-    return PinView(pin_id, pin.num_tokens, max(0.0, pin.ends_s - now_s), pin.is_lost)
+def _view(pin_id: int, pin: _Pin) -> PinView:
+    return PinView(pin_id, pin.num_tokens, pin.ends_s, pin.is_lost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -98,7 +97,7 @@ class EngineStatistics:
             expert_load_factors=self._runner.expert_loads.factors(),
             tier=self._tier.stats(),
             groups=[msgspec.convert(group, GroupBlocks, from_attributes=True) for group in stats.groups],
-            pins=self._pins.views(time.monotonic()),
+            pins=self._pins.views(),
             step_tokens=self._step_tokens,
         )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.responses import Response
 
-from swiftkv.engine.messages import CacheReport, CacheStop, EngineStats, Explanation
+from swiftkv.engine.messages import CacheReport, CacheStop, EngineStats, Explanation, PinView
 from swiftkv.server.asked_model import in_threads
 from swiftkv.server.body import body_document, parsed
 from swiftkv.server.cache_views import (
@@ -148,7 +149,12 @@ def _pins_router(models: ModelTable) -> APIRouter:
 def _pinned(model: str, report: CacheReport) -> PinChange:
     if report.pin is None:
         raise ApiError(409, f"model '{model}': {report.why_not}", code="not_pinned")
-    return PinChange(model, report.pin.pin_id, "pinned", report.pin.num_tokens, report.pin.left_s)
+    return PinChange(model, report.pin.pin_id, "pinned", report.pin.num_tokens, _seconds_left(report.pin))
+
+
+def _seconds_left(pin: PinView) -> float:
+    """Return the seconds from now until the time of a pin is over; its engine may have reported it long ago."""
+    return round(max(0.0, pin.ends_s - time.monotonic()), 3)
 
 
 def _unknown(request_id: str) -> ApiError:
@@ -167,7 +173,7 @@ def _view(name: str, stats: EngineStats) -> ModelCache:
         hit_tokens_total=stats.hit_tokens_by_tier(),
         pinned_blocks=sum(group.pinned for group in stats.groups),
         pins=[
-            PinnedPrefix(pin.pin_id, pin.num_tokens, round(pin.left_s, 3), "lost" if pin.is_lost else "kept")
+            PinnedPrefix(pin.pin_id, pin.num_tokens, _seconds_left(pin), "lost" if pin.is_lost else "kept")
             for pin in stats.pins
         ],
     )

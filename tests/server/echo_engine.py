@@ -158,7 +158,7 @@ class EchoEngine:
         if num_tokens < 2 * BLOCK_SIZE or self.pins:
             self.send(CacheReport(call, why_not="there is no room"))
             return
-        self.pins.append(PinView(1, num_tokens, ttl_s, is_lost=False))
+        self.pins.append(PinView(1, num_tokens, time.monotonic() + ttl_s, is_lost=False))
         self.send(StepOutput(b"", b"", b"", stats=self.stats(), messages_taken=self.taken))
         self.send(CacheReport(call, pin=self.pins[0]))
 

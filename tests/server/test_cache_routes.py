@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 import httpx
 import pytest
-from echo_gateway import PATIENCE_S, Gateway, start_gateway
+from echo_gateway import PATIENCE_S, Gateway, start_gateway, wait_until
 from typer.testing import CliRunner, Result
 
 from swiftkv.cli import app
@@ -175,14 +176,29 @@ def test_a_file_that_cannot_be_read(own_gateway: Gateway, tmp_path: Path) -> Non
     assert "No such file" in refused.stderr
 
 
+def test_the_time_of_a_pin_runs_out_while_its_engine_reports_nothing(own_gateway: Gateway) -> None:
+    complete(own_gateway, "to-watch", model="code")
+    assert run(own_gateway, "pin", "to-watch", "--for", "2h").exit_code == 0
+    with own_gateway.admin() as http:
+
+        def seconds_left() -> float:
+            models: list[dict[str, list[dict[str, float]]]] = http.get("/admin/cache").json()["models"]
+            (pin,) = (pin for model in models for pin in model["pins"])
+            return pin["seconds_left"]
+
+        first = seconds_left()
+        wait_until(lambda: seconds_left() < first)
+    assert run(own_gateway, "unpin", "code", "1").exit_code == 0
+
+
 def test_a_prompt_is_pinned_shown_and_unpinned(own_gateway: Gateway) -> None:
     complete(own_gateway, "to-keep", model="code")
     made = run(own_gateway, "pin", "to-keep", "--for", "2h")
     assert made.stdout == "code keeps 96 tokens for 7,200 s: pin 1\n", made.stderr
     (shown,) = (model for model in json.loads(run(own_gateway, "show", "--json").stdout)["models"] if model["pins"])
     assert shown["model"] == "code"
-    assert shown["pins"] == [{"pin": 1, "tokens": 96, "seconds_left": 7200.0, "state": "kept"}]
-    assert "code keeps 96 tokens: pin 1, 7,200 s left" in run(own_gateway, "show").stdout
+    assert shown["pins"] == [{"pin": 1, "tokens": 96, "seconds_left": pytest.approx(7200, abs=60), "state": "kept"}]
+    assert re.search(r"code keeps 96 tokens: pin 1, 7,\d{3} s left", run(own_gateway, "show").stdout)
     with own_gateway.admin() as http:
         refused = http.post("/admin/cache/requests/to-keep/pin")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_pinned")
