@@ -74,6 +74,7 @@ class Forecast:
         alone_ttft_s: `ttft_s` if nothing else waited.
         tpot_s: The least time for each further token: that of a step with the current answers and its own, divided by
             the tokens that an answer has lately got from a step.
+        alone_tpot_s: `tpot_s` if no other answer went on.
         answer_s: From the first token to the last of an answer of the usual length.
     """
 
@@ -81,6 +82,7 @@ class Forecast:
     hopeful_ttft_s: float
     alone_ttft_s: float
     tpot_s: float
+    alone_tpot_s: float
     answer_s: float
 
 
@@ -261,9 +263,10 @@ class EngineForecast:
         queued_s /= 1 - self._queue.overtaking_part(own, pace, queued_s)
         room_s = self._room_s(own, ahead)
         tpot_s = self._decodes_s(1, prompt.num_tokens) / self._tokens_a_step
+        alone_tpot_s = self._step_s_of(1, prompt.num_tokens) / self._tokens_a_step
         ttft_s = max(queued_s, room_s + alone_s, _LEAST_TTFT_S)
         hopeful_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
-        return Forecast(ttft_s, hopeful_s, alone_s, tpot_s, self._answer_tokens * tpot_s)
+        return Forecast(ttft_s, hopeful_s, alone_s, tpot_s, alone_tpot_s, self._answer_tokens * tpot_s)
 
     def _queued(self, prompt: NewPrompt, now_s: float) -> QueuedPrompt:
         due_s = self._limits.due_s if prompt.due_s is None else prompt.due_s
@@ -298,9 +301,12 @@ class EngineForecast:
         answer.step_tokens, answer.step_end_s = 1, now_s
 
     def _decodes_s(self, num_more: int = 0, context: int = 0) -> float:
+        return self._step_s_of(len(self._answers) + num_more, self._context + context)
+
+    def _step_s_of(self, num_answers: int, context: int) -> float:
+        """Return the seconds of a step with so many answers, which attend to `context` tokens together."""
         token_s, _, context_s, row_s, _, step_s = self._costs
-        num_answers = len(self._answers) + num_more
-        return step_s + num_answers * (token_s + row_s) + (self._context + context) * context_s
+        return step_s + num_answers * (token_s + row_s) + context * context_s
 
     def _rest_of_step_s(self, now_s: float) -> float:
         """Return the seconds until the step in progress ends if it has only answers, else 0."""

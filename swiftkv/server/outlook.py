@@ -180,7 +180,8 @@ class Outlook:
             takes = f"{about} {ttft_s:.3g} s to the first token"
             raise self._too_late("target_ttft", takes, targets.ttft_s, retry_s)
         if targets.tpot_s is not None and forecast.tpot_s > targets.tpot_s:
-            retry_s = forecast.answer_s * (1 - targets.tpot_s / forecast.tpot_s)
+            wait_s = forecast.answer_s * (1 - targets.tpot_s / forecast.tpot_s)
+            retry_s = MAX_RETRY_S if forecast.alone_tpot_s > targets.tpot_s else wait_s
             raise self._too_late("target_tpot", f"at least {forecast.tpot_s:.3g} s per token", targets.tpot_s, retry_s)
 
     def _too_late(self, target: str, takes: str, wanted_s: float, retry_after_s: float) -> ApiError:

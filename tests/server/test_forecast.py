@@ -148,6 +148,7 @@ def test_a_token_takes_at_least_as_long_as_a_step_with_all_answers() -> None:
     found = of.of(NewPrompt(100), 1.0)
     assert found is not None
     assert found.tpot_s == pytest.approx(0.02 + 4 * 0.003 + 400e-5)
+    assert found.alone_tpot_s == pytest.approx(0.02 + 0.003 + 100e-5)
 
 
 @pytest.mark.parametrize("tokens_a_step", [1, 4])

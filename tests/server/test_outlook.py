@@ -87,6 +87,7 @@ def test_tokens_that_would_come_too_slowly_are_refused(paced: Gateway) -> None:
     assert refused.status_code == 429
     assert refused.json()["error"]["code"] == "predicted_tpot"
     assert "at least 0.05 s per token; the target is 0.01 s (target_tpot)" in refused.json()["error"]["message"]
+    assert refused.headers["retry-after"] == "600"  # alone they would not come fast enough either
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
