@@ -10,6 +10,8 @@ from swiftkv.server.forecast import EngineForecast, Work
 
 _PART = 0.8
 """The part of similar prompts that are computed within the allowance; benchmarks/results/forecasts.md has others."""
+_MOST_ENDED = 256
+"""The most checks of sequences that wait no longer, beside as many as there are waiting ones."""
 
 
 class LastStarts:
@@ -32,6 +34,7 @@ class LastStarts:
         if self._forecast.work_of(request_id) is not None:
             self._due_s[request_id] = due_s
             heapq.heappush(self._checks, (-math.inf, request_id))
+            self._drop_ended()
 
     def admitted(self, request_id: int, now_s: float) -> None:
         """Note that the engine has begun a sequence."""
@@ -67,6 +70,12 @@ class LastStarts:
                 del self._due_s[request_id]
                 passed.append(request_id)
         return passed
+
+    def _drop_ended(self) -> None:
+        """Forget the checks of sequences that wait no longer once they are many; some are due only in hours."""
+        if len(self._checks) > 2 * len(self._due_s) + _MOST_ENDED:
+            self._checks = [check for check in self._checks if check[1] in self._due_s]
+            heapq.heapify(self._checks)
 
     def _last_start_s(self, request_id: int, due_s: float) -> float:
         work = self._forecast.work_of(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -34,6 +35,28 @@ def test_it_is_too_late_when_a_step_and_the_prompt_take_longer_than_what_is_left
     assert starts.passed(last_s - 0.001) == []
     assert starts.passed(last_s + 0.001) == [1]
     assert starts.passed(last_s + 0.002) == []  # each only once
+
+
+def test_sequences_that_have_ended_take_no_memory_however_late_they_were_due() -> None:
+    of = forecast()
+    starts = LastStarts(of)
+
+    def serve(request_ids: range) -> int:
+        """Let sequences come, wait and end; return the bytes that Python then holds."""
+        for request_id in request_ids:
+            of.add(request_id, NewPrompt(100), 0.0)
+            starts.add(request_id, 1e6)
+            assert starts.passed(1.0) == []
+            of.end(request_id, 1.0)
+            starts.end(request_id)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = serve(range(1000))
+        assert serve(range(1000, 6000)) - before < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("seed", range(20))
