@@ -272,11 +272,16 @@ class StepTime:
     """Predicts the time of a step from its work: a sum of six terms, fitted to measured steps.
 
     The fit is by least squares of relative errors, with no coefficient below 0. Steps with prompts and steps of decodes
-    alone count alike, and the latest 100 of each count most.
+    alone count alike, and the latest 100 of each count most. The terms of tokens, rows and the step are then multiplied
+    by a ratio, which depends on the number of tokens: it is what the latest steps with about as many took, divided by
+    what the fit says. Steps of decodes alone also go by the latest few of their kind.
     """
 
-    def __init__(self, coefficients: list[float] = ...) -> None:
-        """Predict by these coefficients until steps have been observed."""
+    def __init__(self, coefficients: list[float] = ..., token_ratios: list[float] = ...) -> None:
+        """Predict by these coefficients, and by ratios at 1, 2 ** 0.5, 2, ... tokens, until steps have been observed.
+
+        Without ratios they are all 1.
+        """
 
     @staticmethod
     def remembered(coefficients: list[float]) -> StepTime:
@@ -289,10 +294,7 @@ class StepTime:
         """Note how long a step took. One that took no time is ignored."""
 
     def predict(self, work: StepWork) -> float:
-        """Return the predicted seconds; 0 before any step was observed.
-
-        For a step without prompts, the latest ones with about as many rows correct what the coefficients say.
-        """
+        """Return the predicted seconds; 0 before any step was observed."""
 
     def longest_chunk(self, work: StepWork, begin: int, limit_s: float) -> int:
         """Return how many tokens of a prompt, after its first `begin`, a step with `work` can take within `limit_s`."""
@@ -307,8 +309,14 @@ class StepTime:
     def coefficients(self) -> list[float]:
         """Seconds per token, pair, token of context, row and copied block, and of every step"""
     @property
+    def token_ratios(self) -> list[float]:
+        """The ratios at 1, 2 ** 0.5, 2, ..., 8,192 tokens"""
+    @property
     def usual_coefficients(self) -> list[float]:
-        """The same, fitted to the latest 2,000 steps of each kind: for longer times and other work"""
+        """`coefficients`, but fitted to the latest 2,000 steps of each kind: for longer times and other work"""
+    @property
+    def usual_token_ratios(self) -> list[float]:
+        """The ratios that go with `usual_coefficients`"""
 
 class StepPlan:
     """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.

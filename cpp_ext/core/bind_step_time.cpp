@@ -19,15 +19,18 @@ void bind_step_time(nb::module_& m) {
         .def_ro("num_rows", &StepWork::num_rows);
     nb::class_<StepTime>(m, "StepTime")
         .def(nb::init<>())
-        .def(nb::init<const StepTime::Terms&>(), "coefficients"_a)
+        .def(nb::init<const StepTime::Terms&, const TokenCurve::Ratios&>(), "coefficients"_a,
+             "token_ratios"_a = TokenCurve::straight())
         .def_static("remembered", &StepTime::remembered, "coefficients"_a)
         .def("observe", &StepTime::observe, "work"_a, "duration_s"_a)
         .def("predict", &StepTime::predict, "work"_a)
         .def("longest_chunk", &StepTime::longest_chunk, "work"_a, "begin"_a, "limit_s"_a)
         .def_prop_ro("is_known", &StepTime::is_known)
         .def_prop_ro("error_ratio", &StepTime::error_ratio)
-        .def_prop_ro("coefficients", &StepTime::coefficients)
-        .def_prop_ro("usual_coefficients", &StepTime::usual_coefficients);
+        .def_prop_ro("coefficients", [](const StepTime& t) { return t.latest().coefficients(); })
+        .def_prop_ro("token_ratios", [](const StepTime& t) { return t.latest().ratios(); })
+        .def_prop_ro("usual_coefficients", [](const StepTime& t) { return t.usual().coefficients(); })
+        .def_prop_ro("usual_token_ratios", [](const StepTime& t) { return t.usual().ratios(); });
 }
 
 }  // namespace swiftkv

@@ -1,4 +1,4 @@
-// The time of a step: a linear model of its work, fitted to measured steps.
+// The time of a step: a model of its work, fitted to measured steps.
 #pragma once
 
 #include <array>
@@ -19,37 +19,92 @@ struct StepWork {
     void add_row(int begin, int num_tokens, int num_guesses = 0);
 };
 
-// How much longer steps of some number of rows take than a line through all steps says. Few rows take hardly longer
-// than one, because the weights are read once for all of them; beyond some number, each row takes its time.
-class RowCurve {
-  public:
-    RowCurve() { ratios_.fill(1); }
+// One number for each size of a step's work, in the order of StepWork, and a constant, which is last.
+inline constexpr int kNumStepTerms = 6;
+using StepTerms = std::array<double, kNumStepTerms>;
 
-    // Notes that a step of `num_rows` took `ratio` times as long as the line says.
-    void note(double num_rows, double ratio);
-    // Returns that ratio for `num_rows`, from the latest steps with about as many rows; 1 if there were none.
-    double at(double num_rows) const;
+// How much longer steps of some number of tokens take than a line through all steps says. Few tokens take hardly longer
+// than one, because the weights are read once for all of them; beyond some number, each token takes its time.
+class TokenCurve {
+  public:
+    static constexpr int kNumPoints = 27;  // two for each doubling, from 1 token to 8,192
+    using Ratios = std::array<double, kNumPoints>;
+
+    // A step counts for e^-1 after 1 / (1 - retention) others.
+    explicit TokenCurve(double retention) : retention_(retention) {}
+
+    // The ratios of a curve that is the line itself.
+    static Ratios straight();
+
+    // Adds a step of `num_tokens`, with the sizes of its work and its time divided by its expected time.
+    void add(double num_tokens, const StepTerms& terms, double duration);
+    // Finds the ratios for a line, from the latest steps with about as many tokens; 1 where there were none.
+    void fit(const StepTerms& coefficients);
+    double at(double num_tokens) const;
+    // The ratio at each point.
+    const Ratios& ratios() const { return ratios_; }
+    void set_ratios(const Ratios& ratios) { ratios_ = ratios; }
 
   private:
-    static constexpr int kNumPoints = 21;  // two for each doubling, from 1 row to 1,024
+    // Sums over the latest steps near a point. The line may change afterwards, so they do not depend on it.
+    struct Sums {
+        StepTerms terms = {};
+        double duration = 0;
+    };
 
-    std::array<double, kNumPoints> weights_ = {}, sums_ = {};  // of the latest steps near each point, and their ratios
-    std::array<double, kNumPoints> ratios_ = {};
+    double retention_;
+    std::array<Sums, kNumPoints> sums_ = {};
+    Ratios ratios_ = straight();
 };
 
-// Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The coefficients are
-// >= 0 and fit measured steps best, by least squares of relative errors. Steps with prompts and steps of decodes alone
-// have the same weight, however many there are of each, and later steps have more. For a step of decodes alone, the
-// latest ones with about as many rows correct the part of the sum that depends on its rows.
+// A line fitted to measured steps by least squares of relative errors, and the curve of its errors. Steps with prompts
+// and steps of decodes alone have the same weight, however many there are of each, and later steps have more.
+class StepFit {
+  public:
+    // A step counts for e^-1 after 1 / (1 - retention) others of its kind.
+    StepFit(double retention, double curve_retention) : retention_(retention), curve_(curve_retention) {}
+
+    // Adds a step that was expected to take `expected_s`.
+    void add(const StepWork& work, double duration_s, double expected_s);
+    // Fits the line, and then the curve, to the steps that were added.
+    void fit();
+    // Begins with a line and a curve that were found elsewhere.
+    void set(const StepTerms& coefficients, const TokenCurve::Ratios& ratios);
+
+    double predict(const StepWork& work) const;
+    int64_t num_prompt_steps() const { return prompts_.num_steps; }
+    int64_t num_decode_steps() const { return decodes_.num_steps; }
+    const StepTerms& coefficients() const { return coefficients_; }
+    const TokenCurve::Ratios& ratios() const { return curve_.ratios(); }
+
+  private:
+    // Sums over the steps of one kind, with less weight for older steps.
+    struct Sums {
+        std::array<StepTerms, kNumStepTerms> products = {};  // the lower half
+        StepTerms moments = {};
+        int64_t num_steps = 0;
+
+        void add(const StepTerms& terms, double duration_s, double expected_s, double retention);
+    };
+
+    void fit_line();
+
+    double retention_;
+    Sums prompts_ = {}, decodes_ = {};
+    StepTerms coefficients_ = {};  // >= 0
+    TokenCurve curve_;
+};
+
+// Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The part that depends
+// on the number of tokens is corrected by the latest steps with about as many. A step of decodes alone also goes by the
+// pace of the latest ones of its kind: what slows a machine down lasts for some steps.
 class StepTime {
   public:
-    static constexpr int kNumTerms = 6;
-    // One number per term, in the order of StepWork; the constant is last.
-    using Terms = std::array<double, kNumTerms>;
+    using Terms = StepTerms;
 
     StepTime() = default;
-    // Predicts by these coefficients until it has observed steps.
-    explicit StepTime(const Terms& coefficients) : coefficients_(coefficients) {}
+    // Predicts by these coefficients and ratios until it has observed steps.
+    explicit StepTime(const Terms& coefficients, const TokenCurve::Ratios& ratios = TokenCurve::straight());
 
     // Returns a model that starts with coefficients fitted elsewhere and goes on from there: they count like about a
     // hundred steps of each kind, of usual sizes. Throws std::invalid_argument unless they give every step some time.
@@ -66,38 +121,19 @@ class StepTime {
     // The mean of |predicted - measured| / measured over recent steps; 0 before any step was predicted.
     double error_ratio() const { return error_ratio_; }
     // The seconds that one more row of one token takes, apart from attention.
-    double row_s() const { return coefficients_[0] + coefficients_[3]; }
-    const Terms& coefficients() const { return coefficients_; }
-    // The coefficients that fit the last few thousand steps. They serve forecasts over minutes, whose work may differ
-    // from that of the last hundred steps.
-    Terms usual_coefficients() const { return is_known() ? fitted(usual_) : coefficients_; }
+    double row_s() const { return latest_.coefficients()[0] + latest_.coefficients()[3]; }
+    // The fit to about a hundred of the latest steps of each kind.
+    const StepFit& latest() const { return latest_; }
+    // The fit to the latest few thousand steps. It serves forecasts over minutes, whose work may differ from that of
+    // the last hundred steps.
+    const StepFit& usual() const { return usual_; }
 
   private:
-    // Sums over the steps of one kind, with less weight for older steps.
-    struct Sums {
-        std::array<Terms, kNumTerms> products = {};  // the lower half
-        Terms moments = {};
-        int64_t num_steps = 0;
+    void note_error(double predicted_s, double duration_s);
 
-        void add(const Terms& terms, double duration_s, double expected_s, double retention);
-    };
-    struct Memory {
-        double retention;
-        Sums prompts = {}, decodes = {};
-
-        void add(const StepWork& work, double duration_s, double expected_s);
-    };
-
-    static Terms fitted(const Memory& memory);
-    // The sum of all terms, and that of those which depend on the number of rows.
-    double line_s(const StepWork& work) const;
-    double rows_s(const StepWork& work) const;
-    void note_rows(const StepWork& work, double duration_s);
-
-    Memory latest_{.retention = 0.99};  // a step counts for e^-1 after 100 others of its kind
-    Memory usual_{.retention = 0.9995};
-    RowCurve row_curve_ = {};
-    Terms coefficients_ = {};
+    StepFit latest_{0.99, 1 - 1.0 / 256};
+    StepFit usual_{0.9995, 1 - 1.0 / 2048};
+    double pace_ = 1;  // of steps of decodes: their time divided by what the latest fit says
     double error_ratio_ = 0;
     int num_predicted_ = 0;
     int num_unfitted_ = 0;  // steps since the last fit

@@ -305,6 +305,9 @@ STEP_TIME_TERMS = ("token", "pair", "context", "row", "copy", "step")
 it attends to, per token that a decode attends to, per row, per copied block, and per step.
 """
 
+TOKEN_POINTS = tuple(f"{2 ** (i / 2):.4g}" for i in range(27))
+"""The numbers of tokens of a step for which `StepTime` has a ratio: two for each doubling, from 1 to 8,192."""
+
 
 class ComputeStats(msgspec.Struct, array_like=True, frozen=True):
     """The core time of an engine that shares cores with others by weight."""
@@ -359,6 +362,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
     usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for the long run
+    usual_token_ratios: list[float] = []  # by TOKEN_POINTS: what steps took, divided by what that fit says
     step_tokens: Histogram | None = None  # per step: its tokens of prompts, and those that it generated
 
     def hit_tokens_by_tier(self) -> dict[str, int]:

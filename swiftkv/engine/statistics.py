@@ -92,6 +92,7 @@ class EngineStatistics:
             step_time_error_ratio=stats.step_time_error_ratio,
             step_time_s=step_time.coefficients if step_time.is_known else [],
             usual_step_time_s=step_time.usual_coefficients if step_time.is_known else [],
+            usual_token_ratios=step_time.usual_token_ratios if step_time.is_known else [],
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             compute=self._turns.stats(),
             expert_load_factors=self._runner.expert_loads.factors(),

@@ -34,6 +34,9 @@ LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
         "layer", "Mean tokens per expert divided by the maximum, as last reported; 1 is even. Not counted on GPUs",
     ),
     "swiftkv:step_time_seconds": ("term", "Coefficients of the fitted step time, in seconds for one unit of each term"),
+    "swiftkv:step_time_token_ratio": (
+        "tokens", "What steps of about so many tokens took, divided by what the fitted step time says",
+    ),
 }  # fmt: skip
 """By name: the label beside the model's, and the text."""
 

@@ -10,7 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftkv.engine.messages import HIT_TIERS, STEP_TIME_TERMS, EngineStats, Ready
+from swiftkv.engine.messages import HIT_TIERS, STEP_TIME_TERMS, TOKEN_POINTS, EngineStats, Ready
 from swiftkv.policies import ServiceTier
 from swiftkv.server.block_metrics import BlockMetrics
 from swiftkv.server.compute_metrics import ComputeMetrics
@@ -197,9 +197,13 @@ class ModelMetrics:
         expert_load = self._metrics.labelled_gauges["swiftkv:expert_load_factor"]
         for layer, factor in stats.expert_load_factors.items():
             expert_load.labels(self._name, str(layer)).set(factor)
-        step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
-        for term, seconds in zip(STEP_TIME_TERMS, stats.usual_step_time_s, strict=False):
-            step_time.labels(self._name, term).set(seconds)
+        if stats.usual_step_time_s:
+            step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
+            for term, seconds in zip(STEP_TIME_TERMS, stats.usual_step_time_s, strict=True):
+                step_time.labels(self._name, term).set(seconds)
+            token_ratio = self._metrics.labelled_gauges["swiftkv:step_time_token_ratio"]
+            for tokens, ratio in zip(TOKEN_POINTS, stats.usual_token_ratios, strict=True):
+                token_ratio.labels(self._name, tokens).set(ratio)
         self._metrics.engine_histograms.observe(self._name, stats)
         self._metrics.blocks.observe(self._name, stats.groups)
         self._metrics.tiers.observe(self._name, stats.tier)

@@ -229,7 +229,7 @@ def _step_time(plan: SizedPlan, options: Options, known: dict[str, dict[str, flo
         return step_time
     terms = dict(zip(STEP_TIME_TERMS, step_time.coefficients, strict=True))
     terms["copy"] = plan.block_bytes / len(plan.groups) / options.copied_bytes_per_s
-    return StepTime(list(terms.values()))
+    return StepTime(list(terms.values()), step_time.token_ratios)
 
 
 def _predictor(step_time: StepTime) -> Callable[[StepPlan], float]:

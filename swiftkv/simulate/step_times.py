@@ -12,10 +12,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from swiftkv._core import StepTime
-from swiftkv.engine.messages import STEP_TIME_TERMS
+from swiftkv.engine.messages import STEP_TIME_TERMS, TOKEN_POINTS
 from swiftkv.errors import ConfigError
 
 METRIC = "swiftkv:step_time_seconds"
+_RATIO_METRIC = "swiftkv:step_time_token_ratio"
 _GATEWAY_METRICS = {
     "swiftkv:gateway_request_seconds": "gateway_request",
     "swiftkv:gateway_first_token_seconds": "gateway_first_token",
@@ -39,7 +40,8 @@ class GatewayTime:
 def read_step_times(source: str) -> dict[str, dict[str, float]]:
     """Return the seconds of each term, by model, from a running node's URL or a JSON file.
 
-    They include the means that the gateway has measured, if any. Raises `ConfigError` if there are no step times.
+    They include a ratio for each of TOKEN_POINTS, and the means that the gateway has measured, if any. Raises
+    `ConfigError` if there are no step times.
     """
     return _of_node(source) if source.startswith(("http://", "https://")) else _of_file(Path(source))
 
@@ -52,7 +54,8 @@ def make_step_time(model: str, known: dict[str, dict[str, float]]) -> StepTime:
             f"--step-time: there are no step times of model '{model}' ({', '.join(STEP_TIME_TERMS)}); serve it for a "
             "while, with prompts and answers, and name the node's URL; or simulate the other models with --model"
         )
-    return StepTime([terms[term] for term in STEP_TIME_TERMS])
+    ratios = [terms.get(_ratio_of(tokens), 1.0) for tokens in TOKEN_POINTS]
+    return StepTime([terms[term] for term in STEP_TIME_TERMS], ratios)
 
 
 def make_gateway_time(model: str, known: dict[str, dict[str, float]]) -> GatewayTime:
@@ -60,6 +63,10 @@ def make_gateway_time(model: str, known: dict[str, dict[str, float]]) -> Gateway
     terms = known.get(model, {})
     request, token = _GATEWAY_METRICS.values()
     return GatewayTime(terms.get(request, 0.0), terms.get(token, 0.0))
+
+
+def _ratio_of(tokens: str) -> str:
+    return f"ratio_{tokens}"
 
 
 def _of_node(url: str) -> dict[str, dict[str, float]]:
@@ -81,6 +88,9 @@ def parse_step_times(metrics_text: str) -> dict[str, dict[str, float]]:
         if family.name == METRIC:
             for sample in family.samples:
                 known.setdefault(sample.labels["model_name"], {})[sample.labels["term"]] = sample.value
+        if family.name == _RATIO_METRIC:
+            for sample in family.samples:
+                known.setdefault(sample.labels["model_name"], {})[_ratio_of(sample.labels["tokens"])] = sample.value
     for family in families:
         if term := _GATEWAY_METRICS.get(family.name):
             for model, mean_s in _means(family.samples).items():

@@ -728,11 +728,6 @@ MUTANTS = [
         "(tokens_per_s <= fastest) continue",
         "(tokens_per_s <= fastest) break",
     ),
-    one("the curve of rows is not asked", STEP_TIME, "excess * rows_s(work)", "0 * excess"),
-    one("the curve of rows is asked for prompts", STEP_TIME, "is_of_decodes(work) ? row", "work.num_rows > 0 ? row"),
-    one("chunks beside decodes go by the curve", STEP_TIME, "limit_s - line_s(work)", "limit_s - predict(work)"),
-    one("a curve keeps old steps for ever", STEP_TIME, "kCurveRetention = 1 - 1.0 / 128", "kCurveRetention = 1"),
-    one("prompts count as rows of the curve", STEP_TIME, "&& is_of_decodes(work)", "&& work.num_rows > 0"),
     one("prompts leave no time for guesses", BUILDER, " - policy_.guesses_s(num_guesses)", ""),
     one(
         "nothing is drafted behind a prompt",
@@ -742,21 +737,41 @@ MUTANTS = [
     ),
     # The time of a step.
     one("a coefficient is negative", STEP_TIME, "if (found[lowest] >= 0) {", "if (true) {"),
-    one("decodes make the model forget prompts", STEP_TIME, "(work.prompt_pairs > 0 ? prompts : decodes)", "(prompts)"),
-    one("a long chunk is as cheap per token as a short one", STEP_TIME, "+ 2 * per_pair * left_s));", "));"),
     one(
-        "old steps count for ever",
-        "core/step_time.h",
-        "latest_{.retention = 0.99}",
-        "latest_{.retention = 1.0}",
+        "decodes make the model forget prompts", STEP_TIME, "(work.prompt_pairs > 0 ? prompts_ : decodes_)", "prompts_"
+    ),
+    one(
+        "a long chunk is as cheap per token as a short one",
+        STEP_TIME,
+        "(begin + 0.5 * static_cast",
+        "(begin + 0 * static_cast",
+    ),
+    one("old steps count for ever", "core/step_time.h", "latest_{0.99,", "latest_{1.0,"),
+    one("the curve is not asked", STEP_TIME, "work.num_tokens > 0 ? curve_.at", "false ? curve_.at"),
+    one("a curve keeps old steps for ever", "core/step_time.h", "0.99, 1 - 1.0 / 256", "0.99, 1"),
+    one("copies alone count as the fewest tokens", STEP_TIME, "if (work.num_tokens == 0) return;", ""),
+    one("a point of a curve knows nothing of the others", STEP_TIME, "kNeighbour = 1.0 / 32", "kNeighbour = 0"),
+    one(
+        "a curve goes by a line of long ago",
+        STEP_TIME,
+        "fit_line();\n    curve_.fit(coefficients_);",
+        "curve_.fit(coefficients_);\n    fit_line();",
+    ),
+    one("decodes have no pace", STEP_TIME, "is_of_decodes(work) ? pace_ : 1", "1"),
+    one("prompts go by the pace of decodes", STEP_TIME, "is_of_decodes(work) ? pace_ : 1", "pace_"),
+    one(
+        "an interruption sets the pace",
+        STEP_TIME,
+        "limited(duration_s / expected_s, 1) - pace_",
+        "duration_s / expected_s - pace_",
     ),
     one(
         "absolute errors count",
         STEP_TIME,
-        "const double unit_s = std::clamp(expected_s, duration_s / kInterrupted, duration_s * kInterrupted);",
+        "const double unit_s = limited(expected_s, duration_s);",
         "const double unit_s = 1.0;",
     ),
-    one("steps that took long by chance count less", STEP_TIME, "expected_s = predict(work);\n", "predict(work);\n"),
+    one("steps that took long by chance count less", STEP_TIME, "steady_s > 0) expected_s", "false) expected_s"),
     one(
         "an interruption counts in full",
         STEP_TIME,
@@ -766,13 +781,13 @@ MUTANTS = [
     one(
         "what is usual is not learnt",
         STEP_TIME,
-        "for (Memory* memory : {&latest_, &usual_}) memory->add(work, duration_s, expected_s);",
+        "for (StepFit* fit : {&latest_, &usual_}) fit->add(work, duration_s, expected_s);",
         "latest_.add(work, duration_s, expected_s);",
     ),
     one(
         "what was learnt elsewhere is not usual",
         STEP_TIME,
-        "for (Memory* memory : {&step_time.latest_, &step_time.usual_}) memory->add(work, duration_s, duration_s);",
+        "for (StepFit* fit : {&step_time.latest_, &step_time.usual_}) fit->add(work, duration_s, duration_s);",
         "step_time.latest_.add(work, duration_s, duration_s);",
     ),
     one(
