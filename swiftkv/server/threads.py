@@ -30,7 +30,8 @@ class BoundedThreads:
         self._max_bytes = max_bytes
         self._num_waiting = 0
         self._bytes_waiting = 0
-        self._is_closed = False
+        self.is_closed = False
+        """Whether the threads begin nothing more."""
         self._free = asyncio.Semaphore(workers)
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix=purpose.replace(" ", "-"))
 
@@ -54,7 +55,7 @@ class BoundedThreads:
         finally:
             self._num_waiting -= 1
             self._bytes_waiting -= num_bytes
-        if self._is_closed:
+        if self.is_closed:
             self._free.release()
             raise ApiError(503, f"{self._purpose} has stopped; try again", retry_after_s=_BUSY_RETRY_S)
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
@@ -63,7 +64,7 @@ class BoundedThreads:
 
     def close(self) -> None:
         """End the threads once they have finished the work that they have begun."""
-        self._is_closed = True
+        self.is_closed = True
         self._executor.shutdown(wait=False)
 
     def _ended(self, future: asyncio.Future[Any]) -> None:

@@ -54,7 +54,7 @@ def test_the_sizes_of_a_step() -> None:
 
 
 def fill_steps(time_of_tokens: Callable[[float], float], counts: Sequence[int], num_steps: int) -> _core.StepTime:
-    """Return a predictor after steps of prompts and of decodes, which take what their tokens say, and `LAW` for pairs."""
+    """Return a predictor after steps of prompts and decodes. They take what their tokens say, and `LAW` for pairs."""
     rng = np.random.default_rng(0)
     step_time = _core.StepTime()
     for i in range(num_steps):

@@ -233,6 +233,21 @@ def test_a_request_wakes_a_model_that_is_asleep(tmp_path: Path, tokenizer: Token
         stop()
 
 
+def test_a_request_does_not_go_on_with_other_weights(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE)
+    client = gateway.clients["chat"]
+    try:
+        with ThreadPoolExecutor(1) as clients:
+            with gateway.engines["chat"].standing_still():
+                answer = clients.submit(post, gateway, input=[[3 + i] for i in range(client.max_sequences + 1)])
+                wait_for("its first sequences to begin", lambda: client.num_in_flight)
+                gateway.call(gateway.models["chat"].threads.close)  # as when it is reloaded
+            assert answer.result().status_code == 503
+            assert "reloaded or removed meanwhile" in answer.result().json()["error"]["message"]
+    finally:
+        stop()
+
+
 def test_nothing_is_left_of_a_client_that_hangs_up(tmp_path: Path, tokenizer: Tokenizer) -> None:
     gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE)
     client = gateway.clients["chat"]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv.engine.messages import POOLED_TOKEN, Admitted, Pooling, SamplingParams
+from swiftkv.server.errors import ApiError
 from swiftkv.server.finished import FinishedRequest
 from swiftkv.server.generation import SequenceRequest, Terms
 from swiftkv.server.models import ModelHandle
@@ -46,8 +47,8 @@ async def pool(
     """Compute prompts, as many at once as one request may have in the engine.
 
     Raises:
-        ApiError: 503 if the engine is down, 429 if too much is in flight, or the engine's status if it refuses a
-            prompt.
+        ApiError: 503 if the engine is down or got other weights meanwhile, 429 if too much is in flight, or the
+            engine's status if it refuses a prompt.
     """
     rows: list[bytes] = [b""] * len(prompts)
     cached: list[Admitted] = []
@@ -64,6 +65,9 @@ async def pool(
     for start in range(0, len(prompts), at_once):
         while model.must_wake:  # it was put to sleep while nothing was in flight
             await model.sleeper.wake_for_request()
+        if model.threads.is_closed:  # by a reload, perhaps with another tokenizer
+            message = f"model '{model.name}' was reloaded or removed meanwhile; send the request again"
+            raise ApiError(503, message, retry_after_s=1)
         generation = model.client.generate(
             [SequenceRequest(prompt, _NO_TOKENS, pooling) for prompt in prompts[start : start + at_once]],
             terms,
