@@ -47,8 +47,14 @@ _TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
 def set_num_threads(n: int) -> None:
-    """Share the work of every kernel between `n` threads, the calling one included."""
-    _cpu.set_num_threads(n)
+    """Share the work of every kernel between `n` threads, the calling one included.
+
+    Raises `OSError` if the system does not give this process so many; then the calling one works alone.
+    """
+    try:
+        _cpu.set_num_threads(n)
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <mutex>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -51,8 +53,16 @@ struct Region {
 
 class ThreadPool {
   public:
-    explicit ThreadPool(int num_threads) {
-        for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
+    ThreadPool() = default;
+    // Throws std::runtime_error if the system gives this process no more threads.
+    explicit ThreadPool(int num_threads) : ThreadPool() {  // so that the destructor ends the threads that have begun
+        try {
+            for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
+        } catch (const std::system_error& error) {
+            throw std::runtime_error("of " + std::to_string(num_threads) + " threads for computing, thread " +
+                                     std::to_string(workers_.size() + 2) + " cannot be started: " + error.what() +
+                                     "; allow more (ulimit -u, ulimit -v, the container's limits) or ask for fewer");
+        }
     }
 
     ~ThreadPool() {
@@ -122,7 +132,7 @@ std::mutex pool_mutex;  // one region at a time
 std::atomic<int> pool_size{1};
 
 std::unique_ptr<ThreadPool>& pool() {
-    static std::unique_ptr<ThreadPool>& instance = *new std::unique_ptr<ThreadPool>(std::make_unique<ThreadPool>(1));
+    static std::unique_ptr<ThreadPool>& instance = *new std::unique_ptr<ThreadPool>(std::make_unique<ThreadPool>());
     return instance;
 }
 
@@ -136,7 +146,8 @@ void set_num_threads(int n) {
     if (n < 1) throw std::invalid_argument("num_threads must be at least 1");
     std::lock_guard lock(pool_mutex);
     if (pool()->num_threads() == n) return;
-    pool() = nullptr;
+    pool() = std::make_unique<ThreadPool>();  // ends the old threads first
+    pool_size.store(1, std::memory_order_relaxed);
     pool() = std::make_unique<ThreadPool>(n);
     pool_size.store(n, std::memory_order_relaxed);
 }

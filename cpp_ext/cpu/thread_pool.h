@@ -9,7 +9,8 @@ namespace swiftkv {
 
 int num_threads();
 
-// Joins the present workers and starts anew; must not run inside a parallel_for. Throws std::invalid_argument if n < 1.
+// Joins the present workers and starts anew; must not run inside a parallel_for. Throws std::invalid_argument if n < 1,
+// and std::runtime_error if the system refuses some of the threads; then the caller is the only one.
 void set_num_threads(int n);
 
 namespace detail {
