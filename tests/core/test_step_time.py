@@ -286,6 +286,11 @@ def test_what_was_learnt_elsewhere_predicts_at_once_and_goes_on() -> None:
         work = random_work(rng)
         step_time.observe(work, time_of(work))
     assert mean_error(step_time, [random_work(rng) for _ in range(100)]) < 0.005
+    for _ in range(20):  # few beside what was remembered
+        work = random_work(rng)
+        step_time.observe(work, 1.5 * time_of(work))
+    usual = _core.StepTime(step_time.usual_coefficients)
+    assert mean_error(usual, [random_work(rng) for _ in range(100)]) < 0.15
     slow = tuple(3 * c for c in LAW)
     for _ in range(2000):
         work = random_work(rng)

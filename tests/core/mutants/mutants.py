@@ -751,12 +751,6 @@ MUTANTS = [
     one("a curve keeps old steps for ever", "core/step_time.h", "0.99, 1 - 1.0 / 256", "0.99, 1"),
     one("copies alone count as the fewest tokens", STEP_TIME, "if (work.num_tokens == 0) return;", ""),
     one("a point of a curve knows nothing of the others", STEP_TIME, "kNeighbour = 1.0 / 32", "kNeighbour = 0"),
-    one(
-        "a curve goes by a line of long ago",
-        STEP_TIME,
-        "fit_line();\n    curve_.fit(coefficients_);",
-        "curve_.fit(coefficients_);\n    fit_line();",
-    ),
     one("decodes have no pace", STEP_TIME, "is_of_decodes(work) ? pace_ : 1", "1"),
     one("prompts go by the pace of decodes", STEP_TIME, "is_of_decodes(work) ? pace_ : 1", "pace_"),
     one(
