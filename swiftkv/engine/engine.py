@@ -84,6 +84,7 @@ from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.sampler import open_sampler
 from swiftkv.engine.statistics import EngineStatistics
+from swiftkv.engine.token_rules import TokenRules
 from swiftkv.engine.token_sampler import LogitRows, PendingSample, Sampled, TokenSampler
 from swiftkv.engine.tracing import StepTracer
 from swiftkv.engine.turns import open_turns
@@ -160,6 +161,7 @@ class Engine:
         )
         wake = self._lending.wakeup.wake  # ends `_wait`
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
+        self._rules = TokenRules(runner.vocab_size)
         self._weights = SleepingWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
@@ -254,7 +256,7 @@ class Engine:
             self._previous_end_s = time.monotonic()  # the next step did not take the time that this one lost
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
-        if masks is not None:
+        if masks is not None or self._rules.are_in(plan):
             self._finish_steps()  # masks depend on the tokens of the step before; the device is busy with this one
         sample = self._sample(plan, hidden, masks)
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s, preparing_s))
@@ -295,7 +297,7 @@ class Engine:
                 self._runner.logits(hidden, rows),
                 slots=plan.row_slots[plan.logits_seqs],
                 positions=plan.positions[rows] + np.int32(1),
-                masks=None if masks is None else masks.take(),
+                masks=self._rules.narrowed(None if masks is None else masks.take(), plan),
             )
         )
 
@@ -430,6 +432,7 @@ class Engine:
             self._refuse(request.request_id, str(error))
             return
         self._requests[request.request_id] = request
+        self._rules.hold(request.request_id, request.sampling)
         self._tier.added(request.request_id)
         self._kv_events.added(request.namespace)
         self._prompt_logprobs.add(request)
@@ -446,6 +449,7 @@ class Engine:
         self._tier.forget(request_id)
         self._sampler.release(request_id)
         self._grammars.release(request_id)
+        self._rules.release(request_id)
         self._prompt_logprobs.discard(request_id)
         self._tracer.discard(request_id)
 
@@ -469,6 +473,8 @@ class Engine:
         rows = np.flatnonzero(is_answer)
         if self._grammars:
             rows = self._follow_grammars(result, rows)
+        if self._rules:
+            self._rules.advance(result.request_ids[rows].tolist(), result.token_ids[rows].tolist())
         pooled = pooled_by_request(sampled, result.request_ids, rows)
         if pooled:
             rows = rows[:0]  # a pooled request samples no token: its row only marks its end

@@ -20,41 +20,15 @@ from swiftkv.arithmetic import ceil_div
 from swiftkv.engine.grammar_compiler import Compiled, GrammarCompiler
 from swiftkv.engine.grammar_tokens import open_tokenizer
 from swiftkv.engine.mask_thread import MakeMasks, MaskThread, PendingMasks
-from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig, ReasoningMarks
+from swiftkv.engine.messages import FINISH_RUNNING, EngineConfig
+from swiftkv.engine.reasoning import ReasoningPlace
 from swiftkv.engine.request import Request
-from swiftkv.engine.token_masks import TokenMasks
+from swiftkv.engine.token_masks import MASK_BITS, TokenMasks, forbid_unless_needed
 from swiftkv.grammars import error_of, is_full
 
-_BITS = 32
 _TOKENS_PER_AUTOMATON = 64
 """The least tokens of an answer from one automaton of its own to the next: making one may take some steps' time."""
 _MAX_THREADS = 8
-
-
-@dataclass(slots=True)
-class _Reasoning:
-    """A request's place in its reasoning, which the grammar does not hold."""
-
-    marks: ReasoningMarks
-    is_inside: bool
-    may_begin: bool  # with the next token
-    recent: list[int] = field(default_factory=list)  # the latest tokens, at most as many as `marks.end` has
-
-    @classmethod
-    def of(cls, marks: ReasoningMarks) -> _Reasoning:
-        return cls(marks, is_inside=marks.begin is None, may_begin=marks.begin is not None)
-
-    def take(self, token_id: int) -> bool:
-        """Take the next token. Return whether it belongs to the reasoning or its marks."""
-        if self.may_begin:
-            self.may_begin = False
-            self.is_inside = token_id == self.marks.begin
-            return self.is_inside
-        if not self.is_inside:
-            return False
-        self.recent = [*self.recent, token_id][-len(self.marks.end) :]
-        self.is_inside = self.recent != self.marks.end
-        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +45,7 @@ class _Held:
     request: Request
     matcher: LLMatcher
     compiled: Compiled
-    reasoning: _Reasoning | None
+    reasoning: ReasoningPlace | None
     taken: list[int] = field(default_factory=list)
     failure: tuple[int, str] | None = None
     alone_since: int | None = None
@@ -123,7 +97,7 @@ class Grammars:
     ) -> None:
         """`wake` is called, from another thread, when `take_compiled` has something."""
         self._eos_token_ids = list(eos_token_ids)
-        self._num_words = ceil_div(vocab_size, _BITS)
+        self._num_words = ceil_div(vocab_size, MASK_BITS)
         tokenizer = open_tokenizer(Path(config.path), vocab_size, eos_token_ids)
         self._compiler = None if tokenizer is None else GrammarCompiler(tokenizer, wake)
         self._held: dict[int, _Held] = {}
@@ -155,7 +129,7 @@ class Grammars:
             self._waiting[request.request_id] = request
             return False
         marks = request.sampling.reasoning
-        reasoning = None if marks is None else _Reasoning.of(marks)
+        reasoning = None if marks is None else ReasoningPlace.of(marks)
         self._held[request.request_id] = _Held(request, compiled.matcher.deep_copy(), compiled, reasoning)
         return True
 
@@ -264,7 +238,7 @@ class Grammars:
             return held
         bits = np.full((len(endless), self._num_words), 0xFFFF_FFFF, np.uint32)
         for token_id in self._eos_token_ids:
-            bits[:, token_id // _BITS] &= ~(np.uint32(1) << np.uint32(token_id % _BITS))
+            bits[:, token_id // MASK_BITS] &= ~(np.uint32(1) << np.uint32(token_id % MASK_BITS))
         free = TokenMasks(np.array(endless, np.int32), bits)
         return free if held is None else free.beside(held)
 
@@ -302,10 +276,10 @@ class Grammars:
         self._allow_every_end(bits)
         for each, begin in zip(rows, begins, strict=False):
             if (token_id := each.reasoning_begin) is not None:
-                bits[begin, token_id // _BITS] |= np.uint32(1) << np.uint32(token_id % _BITS)
+                bits[begin, token_id // MASK_BITS] |= np.uint32(1) << np.uint32(token_id % MASK_BITS)
             for offset in range(len(each)):
                 if each.first_position + offset < each.held.min_position:
-                    _forbid_unless_needed(bits[begin + offset], each.held.request.stop_token_ids)
+                    forbid_unless_needed(bits[begin + offset], each.held.request.stop_token_ids)
         return TokenMasks(np.array(row_ids, np.int32), bits)
 
     def _refill(self, rows: _Rows, failed: LLMatcher, bits: npt.NDArray[np.uint32]) -> None:
@@ -324,7 +298,7 @@ class Grammars:
         for offset, mask in enumerate(bits):
             if offset:
                 guess = rows.draft[offset - 1]
-                is_allowed = bits[offset - 1, guess // _BITS] >> np.uint32(guess % _BITS) & np.uint32(1)
+                is_allowed = bits[offset - 1, guess // MASK_BITS] >> np.uint32(guess % MASK_BITS) & np.uint32(1)
                 if not is_allowed or guess in self._eos_token_ids:
                     break  # the rest is not read, or made elsewhere
                 matcher.consume_token(guess)
@@ -342,19 +316,11 @@ class Grammars:
         end = next((place for place, token_id in enumerate(draft) if token_id in self._eos_token_ids), len(draft))
         first = self._eos_token_ids[0]
         bits[end : len(draft)] = 0
-        bits[end : len(draft), first // _BITS] = np.uint32(1) << np.uint32(first % _BITS)
+        bits[end : len(draft), first // MASK_BITS] = np.uint32(1) << np.uint32(first % MASK_BITS)
 
     def _allow_every_end(self, bits: npt.NDArray[np.uint32]) -> None:
         """Allow every end-of-sequence token of the model in rows whose grammar allows the first."""
         first, *others = self._eos_token_ids
-        may_end = (bits[:, first // _BITS] >> np.uint32(first % _BITS)) & np.uint32(1)
+        may_end = (bits[:, first // MASK_BITS] >> np.uint32(first % MASK_BITS)) & np.uint32(1)
         for token_id in others:
-            bits[:, token_id // _BITS] |= may_end << np.uint32(token_id % _BITS)
-
-
-def _forbid_unless_needed(words: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.int32]) -> None:
-    """Take tokens out of a mask, unless it has no others: then the grammar allows nothing else."""
-    rest = words.copy()
-    np.bitwise_and.at(rest, token_ids // _BITS, ~(np.uint32(1) << (token_ids % _BITS).astype(np.uint32)))
-    if rest.any():
-        words[:] = rest
+            bits[:, token_id // MASK_BITS] |= may_end << np.uint32(token_id % MASK_BITS)

@@ -177,6 +177,9 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     ignore_eos: bool = False
     grammar: str | None = None  # the grammar of the answer, as `grammars.library_form` writes it; not with `ignore_eos`
     reasoning: ReasoningMarks | None = None  # None: the grammar holds from the first token
+    allowed_token_ids: list[int] | None = None  # None: all
+    bad_words: list[list[int]] = []  # each a word's tokens, which the answer never has in a row
+    thinking_budget: int | None = None  # the most tokens of the reasoning, which needs `reasoning`; None: no limit
 
 
 class Pooling(msgspec.Struct, array_like=True, frozen=True):

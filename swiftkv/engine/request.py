@@ -73,6 +73,8 @@ class Request:
                 f"at most {MAX_PROMPT_LOGPROBS} are given in one answer"
             )
         late = {*sampling.stop_token_ids, *eos_token_ids}
+        if sampling.min_tokens and sampling.allowed_token_ids and late.issuperset(sampling.allowed_token_ids):
+            raise ValueError("allowed_token_ids has only ends of the answer, which min_tokens forbids")
         stop = {*sampling.stop_token_ids} if sampling.ignore_eos else late
         return cls(
             request_id=message.request_id,
@@ -109,9 +111,15 @@ def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
         "logit_bias must give numbers for token ids of the vocabulary": all(
             0 <= token < vocab_size and abs(value) <= _FLOAT32_MAX for token, value in bias.items()
         ),
-        "stop_token_ids must be token ids of the vocabulary": all(
-            0 <= token < vocab_size for token in params.stop_token_ids
+        "stop_token_ids must be token ids of the vocabulary": _are_tokens(params.stop_token_ids, vocab_size),
+        "allowed_token_ids must be one or more token ids of the vocabulary": params.allowed_token_ids is None
+        or (bool(params.allowed_token_ids) and _are_tokens(params.allowed_token_ids, vocab_size)),
+        "allowed_token_ids cannot be set with a grammar": params.allowed_token_ids is None or params.grammar is None,
+        "bad_words must have token ids of the vocabulary": all(
+            word and _are_tokens(word, vocab_size) for word in params.bad_words
         ),
+        "thinking_budget must be a number of at least 0, with reasoning": params.thinking_budget is None
+        or (params.thinking_budget >= 0 and params.reasoning is not None),
         "reasoning must begin and end with token ids of the vocabulary": _marks_reasoning(params.reasoning, vocab_size),
         "ignore_eos cannot be set with a grammar, which ends the answer": params.grammar is None
         or not params.ignore_eos,
@@ -144,7 +152,11 @@ def _marks_reasoning(marks: ReasoningMarks | None, vocab_size: int) -> bool:
     if marks is None:
         return True
     begin = [] if marks.begin is None else [marks.begin]
-    return bool(marks.end) and all(0 <= token < vocab_size for token in (*marks.end, *begin))
+    return bool(marks.end) and _are_tokens([*marks.end, *begin], vocab_size)
+
+
+def _are_tokens(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
 
 
 def _in_logprob_range(count: int | None) -> bool:

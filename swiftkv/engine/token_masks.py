@@ -1,4 +1,4 @@
-"""The tokens that grammars allow in the rows of one step."""
+"""The tokens that grammars and rules allow in the rows of one step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy.typing as npt
 import torch
 
 from swiftkv.kernels.cpu_logits import forbid_tokens
+
+MASK_BITS = 32
+"""The tokens of one word of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,27 @@ class TokenMasks:
         order = np.argsort(rows)
         return TokenMasks(rows[order], np.concatenate([self.bits, others.bits])[order])
 
+    def words_of(self, row: int, num_words: int) -> npt.NDArray[np.uint32]:
+        """Return a copy of a row's mask [num_words]; of one that allows any token if there is none."""
+        index = int(np.searchsorted(self.rows, row))
+        if index < len(self.rows) and self.rows[index] == row:
+            words: npt.NDArray[np.uint32] = self.bits[index].copy()
+            return words
+        return np.full(num_words, 0xFFFF_FFFF, np.uint32)
+
     def forbid(self, logits: torch.Tensor) -> None:
         """Give every other token of these rows the logit minus infinity, in `logits` [R, vocab] on the CPU."""
         forbid_tokens(logits, self.rows, self.bits)
+
+    def replaced(self, others: TokenMasks) -> TokenMasks:
+        """Return `others`, and these masks in the rows in which `others` has none."""
+        stay = ~np.isin(self.rows, others.rows)
+        return TokenMasks(self.rows[stay], self.bits[stay]).beside(others)
+
+
+def forbid_unless_needed(words: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.int32]) -> None:
+    """Take tokens out of a mask, unless it has no others."""
+    rest = words.copy()
+    np.bitwise_and.at(rest, token_ids // MASK_BITS, ~(np.uint32(1) << (token_ids % MASK_BITS).astype(np.uint32)))
+    if rest.any():
+        words[:] = rest

@@ -51,6 +51,8 @@ class HarmonyTokens:
 
 
 class HarmonyParser(ReasoningParser):
+    can_be_ended = False  # another message must begin, and not within the head of one
+
     def __init__(self, tokenizer: Tokenizer, tokens: HarmonyTokens) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokens

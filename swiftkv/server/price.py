@@ -37,6 +37,9 @@ class Limits:
     all_stop_chars: int = 4096
     stop_token_ids: int = 256
     logit_bias: int = 1024
+    allowed_token_ids: int = 8192
+    bad_words: int = 256
+    bad_word_chars: int = 256
     metadata: int = 64
     grammar_bytes: int = 128 << 10  # in a schema, regular expression, list of choices or grammar
     grammar_depth: int = 32  # arrays and objects within each other in a schema

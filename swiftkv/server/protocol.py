@@ -46,6 +46,9 @@ StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=LIMITS.s
 Switch = Literal["true", "false"]  # values in a query, where pydantic would take 1, yes and t as well
 TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
+AllowedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=LIMITS.allowed_token_ids)]
+BadWord = Annotated[str, Field(pattern=r"\S", max_length=LIMITS.bad_word_chars)]
+BadWords = Annotated[list[BadWord], Field(fail_fast=True, max_length=LIMITS.bad_words)]
 LogitBias = Annotated[
     dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=LIMITS.logit_bias),
@@ -104,6 +107,12 @@ class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokenIds | None = Field(
+        None, description="The answer has no others, not even the end of sequence. Not with a structured output"
+    )
+    bad_words: BadWords | None = Field(
+        None, description="Texts that the answer does not have, at the beginning of a word or behind a space"
+    )
     prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -120,8 +129,6 @@ class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     prompt_cache_key: Label | None = Field(None, description="Accepted, not used")
     prompt_cache_retention: CacheRetention | None = Field(None, description=RETENTION)
     # vLLM's, which some of its clients send with the value that asks for nothing.
-    allowed_token_ids: Annotated[None, Unsupported()] = None
-    bad_words: Annotated[None, Unsupported([])] = None
     early_stopping: Annotated[None, Unsupported(False)] = None
     kv_transfer_params: Annotated[None, Unsupported()] = None
     length_penalty: Annotated[None, Unsupported(1, 1.0)] = None
@@ -266,6 +273,9 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     )
     verbosity: Verbosity | None = Field(None, description="Accepted, not used")
     include_reasoning: bool | None = Field(None, description="`false`: the answer leaves out its reasoning")
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
+        None, description="After so many tokens the reasoning is ended. `-1`: as if left out"
+    )
     prediction: Prediction | None = Field(None, description="Accepted, not used")
 
     functions: Annotated[None, Unsupported([])] = None
@@ -276,7 +286,6 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     add_special_tokens: Annotated[None, Unsupported(False)] = None
     documents: Annotated[None, Unsupported([])] = None
     echo: Annotated[None, Unsupported(False)] = None
-    thinking_token_budget: Annotated[None, Unsupported()] = None
 
 
 class PromptBody(ModelBody, TemplateFields, ToolFields):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from swiftkv.engine.messages import ReasoningMarks
 from swiftkv.server.tokenizer import Tokenizer
@@ -49,6 +50,9 @@ class Sections(ABC):
 
 class ReasoningParser(ABC):
     """Knows how one model writes its reasoning."""
+
+    can_be_ended: ClassVar[bool] = True
+    """Whether the last tokens of `marks` end the reasoning wherever they come."""
 
     @abstractmethod
     def sections(self, prompt_ids: Sequence[int], *, continues: bool) -> Sections:

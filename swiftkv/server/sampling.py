@@ -15,6 +15,7 @@ from swiftkv.server.generation import SequenceRequest
 from swiftkv.server.models import ModelHandle
 from swiftkv.server.price import Generating
 from swiftkv.server.protocol import INT64_MAX, ChatBody, CompletionBody, GenerationBody
+from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.truncation import Truncation, asked_truncation
 
 _COMPLETION_MAX_TOKENS = 16
@@ -33,14 +34,16 @@ def sequence_requests(
     """
     n = body.n or 1
     logprobs, prompt_logprobs = _num_logprobs(body)
-    samplings = [
-        msgspec.structs.replace(
-            _sampling_params(model, body, len(prompt), logprobs),
-            grammar=grammar,
-            reasoning=None if grammar is None else _reasoning_marks(model, body, prompt),
+    budget = _thinking_budget(model, body)
+    samplings = []
+    for prompt in prompts:
+        sampling = _sampling_params(model, body, len(prompt), logprobs)
+        marks = None if grammar is None and budget is None else _reasoning_marks(model, body, prompt)
+        samplings.append(
+            msgspec.structs.replace(
+                sampling, grammar=grammar, reasoning=marks, thinking_budget=None if marks is None else budget
+            )
         )
-        for prompt in prompts
-    ]
     Generating(
         num_prompt_tokens=[len(prompt) for prompt in prompts],
         choices=n,
@@ -65,6 +68,9 @@ def check_grammar_fields(body: GenerationBody) -> None:
     """
     if body.ignore_eos:
         raise ApiError(400, "field 'ignore_eos' cannot be set: a grammar ends the answer", param="ignore_eos")
+    if body.allowed_token_ids is not None:
+        message = "field 'allowed_token_ids' cannot be set: a grammar says which tokens are allowed"
+        raise ApiError(400, message, param="allowed_token_ids")
 
 
 def stop_rules(body: GenerationBody) -> StopRules:
@@ -141,6 +147,8 @@ def _sampling_params(
         logprobs=logprobs,
         stop_token_ids=_stop_token_ids(model, body),
         ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=_allowed_token_ids(model, body),
+        bad_words=_bad_words(model.tokenizer, body.bad_words or []),
     )
 
 
@@ -200,6 +208,38 @@ def _stop_token_ids(model: ModelHandle, body: GenerationBody) -> list[int]:
     token_ids = body.stop_token_ids or []
     _check_vocabulary(model, max(token_ids, default=0), "stop_token_ids")
     return token_ids
+
+
+def _allowed_token_ids(model: ModelHandle, body: GenerationBody) -> list[int] | None:
+    if body.allowed_token_ids is not None:
+        _check_vocabulary(model, max(body.allowed_token_ids), "allowed_token_ids")
+    return body.allowed_token_ids
+
+
+def _bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of words as they are at the beginning of a text and, if those differ, behind a space."""
+    spelled: list[list[int]] = []
+    for word in map(str.lstrip, words):
+        first, behind_space = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
+        spelled.append(first)
+        if behind_space[-len(first) :] != first:
+            spelled.append(behind_space)
+    return [ids for ids in spelled if ids]
+
+
+def _thinking_budget(model: ModelHandle, body: CompletionBody | ChatBody) -> int | None:
+    """Return the most tokens of the reasoning, `None` for any number."""
+    if isinstance(body, CompletionBody) or body.thinking_token_budget in (None, -1):
+        return None
+    if model.reasoning is None or not model.reasoning.can_be_ended:
+        if not body.must_fit:
+            return None
+        message = (
+            f"field 'thinking_token_budget' is not supported by model '{model.name}': it needs a "
+            "models[].reasoning_parser whose reasoning ends with a tag"
+        )
+        raise ApiError(400, message, param="thinking_token_budget")
+    return body.thinking_token_budget
 
 
 def _check_vocabulary(model: ModelHandle, token_id: int, field: str) -> None:

@@ -14,7 +14,7 @@ from llguidance import LLParserLimits
 import swiftkv.grammars
 from swiftkv._core import Scheduler, StepPlan, StepResult
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED, PromptLookup
+from swiftkv.engine.messages import FINISH_ABORTED, FINISH_REJECTED, PromptLookup, ReasoningMarks
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.grammars import GrammarSource, library_form
 from tests.engine.engine_process import Answer, EngineProcess
@@ -31,12 +31,15 @@ ASKED: list[dict[str, Any]] = [
     {"max_tokens": 40, "temperature": 0.9, "seed": 5, "min_tokens": 20, "stop_token_ids": list(range(40, 80))},
     {"max_tokens": 3, "logit_bias": {11: 4.0}},
     {"max_tokens": 60, "temperature": 0.9, "seed": 6, "grammar": LIST, "ignore_eos": False, "min_tokens": 30},
+    {"max_tokens": 40, "bad_words": [[40], [11, 12], *([t, u] for t in range(3, 60) for u in range(60, 90))]},
+    {"max_tokens": 40, "temperature": 0.7, "seed": 7, "reasoning": ReasoningMarks([50, 51, 50]), "thinking_budget": 9},
+    {"max_tokens": 40, "temperature": 0.7, "seed": 8, "allowed_token_ids": [3, 9, 27, 81, 243]},
 ]
 
 
 def ask(engine: EngineProcess | EngineThread[ModelRunner]) -> list[Answer]:
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, 320, n).tolist() for n in (5, 90, 33, 17, 2, 48, 11)]
+    prompts = [generator.integers(3, 320, n).tolist() for n in (5, 90, 33, 17, 2, 48, 11, 6, 20, 9)]
     with engine.at_once():
         request_ids = [engine.add(prompt, **asked) for prompt, asked in zip(prompts, ASKED, strict=True)]
     return engine.wait(request_ids)

@@ -245,8 +245,11 @@ def test_seeds_have_64_bits(http: httpx.Client, path: str) -> None:
         ({"logit_bias": {"1": "not_a_number"}}, ["logit_bias"]),
         ({"stop_token_ids": [VOCAB_SIZE + 1]}, [str(VOCAB_SIZE + 1), str(VOCAB_SIZE)]),
         ({"stop_token_ids": [-1]}, ["stop_token_ids"]),
+        ({"allowed_token_ids": [3, VOCAB_SIZE]}, [str(VOCAB_SIZE), "allowed_token_ids"]),
+        ({"allowed_token_ids": []}, ["allowed_token_ids"]),
+        ({"bad_words": ["a", " \n"]}, ["bad_words"]),
     ],
-    ids=["bias", "key", "value", "stop", "negative stop"],
+    ids=["bias", "key", "value", "stop", "negative stop", "allowed", "nothing allowed", "a blank word"],
 )
 def test_tokens_that_are_none_are_refused_by_name(
     http: httpx.Client, path: str, fields: dict[str, Any], named: list[str]
@@ -275,7 +278,7 @@ def test_fields_of_vllm_that_ask_for_nothing_are_taken(http: httpx.Client, path:
     if "chat" in path:
         harmless |= {"echo": False, "add_special_tokens": False, "include_reasoning": True, "documents": None}
     assert answer(http, path, {**BODIES[path], **harmless})["choices"]
-    other = {"bad_words": ["a"], "length_penalty": 2.0, "use_beam_search": True}
+    other = {"length_penalty": 2.0, "use_beam_search": True}
     for name, value in other.items():
         error = refusal(http, path, {**BODIES[path], name: value})
         assert (error["param"], error["code"]) == (name, "unsupported_field")

@@ -276,7 +276,9 @@ class ThinkingSettings(Body):
     """Whether the model is to think, if its chat template leaves a choice."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description="Accepted, not used")
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
+        None, description="After so many tokens the thoughts are ended, if the model ends them with a tag"
+    )
     display: Literal["summarized", "omitted"] | None = Field(None, description="Accepted, not used")
 
 
@@ -289,7 +291,8 @@ class MessageMetadata(Body):
 class MessagesChat(ChatBody):
     """The chat that a request is translated to.
 
-    Clients of this API send a limit with each request, whatever the model, so it is not refused for being too much.
+    Clients of this API send limits with each request, whatever the model. So these are refused neither for being too
+    much, nor where the thoughts of a model cannot be ended.
     """
 
     must_fit: ClassVar[bool] = False
@@ -334,6 +337,7 @@ class CountTokensBody(ModelBody):
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "response_format": None if config is None else _response_format(config),
             "reasoning_effort": None if config is None else config.effort,
+            "thinking_token_budget": None if thinking is None else thinking.budget_tokens,
             "chat_template_kwargs": None if thinking is None else {"enable_thinking": thinking.type != "disabled"},
             "continue_final_message": self.messages[-1].role == "assistant",
         }

@@ -1,0 +1,137 @@
+"""Rules about single tokens that requests bring: those they allow, words they forbid, the end of long reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv._core import StepPlan
+from swiftkv.arithmetic import ceil_div
+from swiftkv.engine.messages import SamplingParams
+from swiftkv.engine.reasoning import ReasoningPlace
+from swiftkv.engine.token_masks import MASK_BITS, TokenMasks, forbid_unless_needed
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The rules of a request, and where its answer is.
+
+    Attributes:
+        allowed: The mask of the tokens that are allowed anywhere.
+        bad_ends: The tokens that end a bad word, by those before them.
+        recent: The latest tokens, as many as the longest word has without its last one.
+        reasoning: Where the answer is in its reasoning; `None`: that may be of any length.
+        num_thoughts_left: The tokens after which the reasoning is ended.
+    """
+
+    allowed: npt.NDArray[np.uint32]  # [ceil(vocab / 32)]
+    bad_ends: Mapping[tuple[int, ...], list[int]]
+    recent: list[int]
+    reasoning: ReasoningPlace | None
+    num_thoughts_left: int
+
+    def after(self, token_id: int) -> _Place:
+        """Return the place after the next token."""
+        num_kept = max(map(len, self.bad_ends), default=0)
+        recent = [*self.recent, token_id][-num_kept:] if num_kept else []
+        if self.reasoning is None:
+            return replace(self, recent=recent)
+        num_left = self.num_thoughts_left - self.reasoning.is_inside
+        reasoning = replace(self.reasoning)
+        reasoning.take(token_id)
+        return replace(self, recent=recent, reasoning=reasoning, num_thoughts_left=num_left)
+
+    def narrow(self, words: npt.NDArray[np.uint32]) -> None:
+        """Take the tokens out of a mask that may not come next."""
+        if self.reasoning is not None and self.reasoning.is_inside and self.num_thoughts_left <= 0:
+            token_id = self.reasoning.next_of_end
+            words[:] = 0
+            words[token_id // MASK_BITS] = np.uint32(1) << np.uint32(token_id % MASK_BITS)
+            return
+        words &= self.allowed
+        endings = [tuple(self.recent[begin:]) for begin in range(len(self.recent) + 1)]
+        if bad := [token_id for ending in endings for token_id in self.bad_ends.get(ending, ())]:
+            forbid_unless_needed(words, np.array(bad, np.int32))
+
+
+class TokenRules:
+    """The rules of one engine's requests. All calls come from the thread of the step loop."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = ceil_div(vocab_size, MASK_BITS)
+        self._places: dict[int, _Place] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether any request has rules."""
+        return bool(self._places)
+
+    def hold(self, request_id: int, params: SamplingParams) -> None:
+        """Hold a request to its rules from now on, if it has any."""
+        budget = params.thinking_budget
+        if params.allowed_token_ids is None and not params.bad_words and budget is None:
+            return
+        reasoning = None
+        if budget is not None and params.reasoning is not None:
+            reasoning = ReasoningPlace.of(params.reasoning)
+        self._places[request_id] = _Place(
+            self._mask_of(params.allowed_token_ids), _by_beginning(params.bad_words), [], reasoning, budget or 0
+        )
+
+    def release(self, request_id: int) -> None:
+        """Forget a request that has ended."""
+        self._places.pop(request_id, None)
+
+    def advance(self, request_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Note the tokens that requests have got, in order."""
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            if (place := self._places.get(request_id)) is not None:
+                self._places[request_id] = place.after(token_id)
+
+    def are_in(self, plan: StepPlan) -> bool:
+        """Return whether a step has rows with rules: their masks depend on the tokens of the step before."""
+        return bool(self._places) and not self._places.keys().isdisjoint(plan.request_ids.tolist())
+
+    def narrowed(self, masks: TokenMasks | None, plan: StepPlan) -> TokenMasks | None:
+        """Return the masks of a step, as grammars made them, without what the rules forbid."""
+        if not self.are_in(plan):
+            return masks
+        rows, narrow = [], []
+        place, previous_id = None, None
+        for row, (request_id, input_id) in enumerate(
+            zip(plan.request_ids[plan.logits_seqs].tolist(), plan.token_ids[plan.logits_rows].tolist(), strict=True)
+        ):
+            # A request's first row follows its latest token, each other one follows one more guess.
+            place = (
+                self._places.get(request_id) if request_id != previous_id or place is None else place.after(input_id)
+            )
+            previous_id = request_id
+            if place is None:
+                continue
+            words = self._mask_of(None) if masks is None else masks.words_of(row, self._num_words)
+            place.narrow(words)
+            rows.append(row)
+            narrow.append(words)
+        if not rows:
+            return masks
+        narrowed = TokenMasks(np.array(rows, np.int32), np.stack(narrow))
+        return narrowed if masks is None else masks.replaced(narrowed)
+
+    def _mask_of(self, token_ids: Sequence[int] | None) -> npt.NDArray[np.uint32]:
+        """Return a mask of these tokens, or of all."""
+        if token_ids is None:
+            return np.full(self._num_words, 0xFFFF_FFFF, np.uint32)
+        words = np.zeros(self._num_words, np.uint32)
+        ids = np.array(token_ids, np.int64)
+        np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << (ids % MASK_BITS).astype(np.uint32))
+        return words
+
+
+def _by_beginning(words: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
+    """Return the last tokens of words, by the tokens before them."""
+    ends: dict[tuple[int, ...], list[int]] = {}
+    for *beginning, last in words:
+        ends.setdefault(tuple(beginning), []).append(last)
+    return ends
