@@ -39,6 +39,7 @@ from swiftkv.engine.messages import (
     Pin,
     PinPrompt,
     PromptLookup,
+    ReasoningMarks,
     SamplingParams,
     Sleep,
     Slept,
@@ -172,6 +173,7 @@ class HistoryEngine(EngineThread[ModelRunner]):
             "admitted": engine._admitted,
             "grammars": engine._grammars._held,
             "compiling": engine._grammars._waiting,
+            "rules": engine._rules._places,
             "prompt logprobs": engine._prompt_logprobs._waiting,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
@@ -389,6 +391,9 @@ class History:
             (0.15, lambda: {"stop_token_ids": rng.sample(range(3, 320), 20)}),
             (0.15, lambda: {"min_tokens": min(values["max_tokens"], rng.choice([3, 10]))}),
             (0.1, lambda: {"grammar": rng.choice(GRAMMARS), "ignore_eos": False}),
+            (0.15, lambda: {"bad_words": [rng.choices(range(3, 320), k=rng.choice([1, 1, 2])) for _ in range(200)]}),
+            (0.1, lambda: {} if "grammar" in values else {"allowed_token_ids": rng.sample(range(3, 320), 30)}),
+            (0.1, lambda: {"reasoning": ReasoningMarks([50, 51]), "thinking_budget": rng.choice([0, 3, 20])}),
         ]
         for chance, draw in some:
             if rng.random() < chance:
