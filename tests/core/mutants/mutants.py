@@ -80,7 +80,7 @@ RATES, LOADS, LOADER, REACH = "tier/rates.py", "tier/loads.py", "tier/loader.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
 FILE_WRITING = "storage/file_writing.py"
-SENT, ENGINE = "server/sent_prefixes.py", "engine/engine.py"
+SENT, ENGINE, RULES = "server/sent_prefixes.py", "engine/engine.py", "engine/token_rules.py"
 HOST_MEMORY = "host/host_memory.cpp"
 
 MUTANTS = [
@@ -1302,4 +1302,13 @@ MUTANTS = [
         "arrival_s=request.arrived_s,",
         "arrival_s=time.monotonic(),",
     ),
+    # Rules about single tokens.
+    one("rules stand still behind guesses", RULES, "or place is None else place.after(input_id)", "else place"),
+    one("an answer stays at its beginning", ENGINE, "self._rules.advance(", "print("),
+    one("rules go by the step before the last", ENGINE, "or self._rules.are_in(plan)", "or False"),
+    one("thoughts are counted behind the reasoning", RULES, "- self.reasoning.is_inside", "- 1"),
+    one("reasoning has one token more", RULES, "num_thoughts_left <= 0", "num_thoughts_left < 0"),
+    one("words are looked for in the latest token alone", RULES, "(len(self.recent) + 1)", "(2)"),
+    one("a rule takes a grammar's place", RULES, "masks.words_of(row, self._num_words)", "self._mask_of(None)"),
+    one("a rule outlives its request", ENGINE, "        self._rules.release(request_id)\n", ""),
 ]

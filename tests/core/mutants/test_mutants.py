@@ -71,7 +71,7 @@ TESTS = {
     ],
     "host": ["tests/storage/test_host_states.py", "tests/storage/test_host_medium.py"],
     "server": ["tests/server/test_sent_prefixes.py"],
-    "engine": ["tests/engine/test_engine.py"],
+    "engine": [f"tests/engine/test_{name}.py" for name in ("engine_rules", "engine_drafts", "engine", "histories")],
 }
 
 PYTHON_ROOMS = {mutant.room for mutant in MUTANTS if mutant.is_python}
