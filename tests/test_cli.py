@@ -15,6 +15,7 @@ from swiftkv import __version__
 from swiftkv.cli import app
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.hf_configs import LLAMA
+from tests.support.interruptible import interruptible
 from tests.support.quantized import as_int8, store_projections, storing
 
 MULTI_HEAD = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
@@ -292,3 +293,21 @@ def test_a_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, checkpoint
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("swiftkv: ")
+
+
+INTERRUPT_AN_IMPORT = """
+import os, sys
+
+class Interrupter:
+    def find_spec(self, name, *_):
+        if name == "swiftkv.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported() -> None:
+    command = interruptible("--version", before=INTERRUPT_AN_IMPORT)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -14,6 +14,7 @@ from echo_gateway import Gateway, wait_until
 from typer.testing import CliRunner, Result
 
 from swiftkv.cli import app
+from tests.support.interruptible import interruptible
 
 PATIENCE_S = 600.0
 
@@ -112,9 +113,7 @@ def test_a_key(keyed_gateway: Gateway) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_no_more(slow_gateway: Gateway) -> None:
-    # Whoever runs the tests in the background has them ignore SIGINT, and their children with them.
-    program = "import signal; signal.signal(2, signal.default_int_handler); from swiftkv.cli import app; app()"
-    command = [sys.executable, "-c", program, "chat", "--url", slow_gateway.url]
+    command = interruptible("chat", "--url", slow_gateway.url)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=os.environ) as talking:
         assert talking.stdin is not None

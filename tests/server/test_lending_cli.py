@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from typer.testing import CliRunner, Result
 from swiftkv.cli import app
 from swiftkv.server.app import ServerSettings
 from swiftkv.server.tokenizer import Tokenizer
+from tests.support.interruptible import interruptible
 
 
 def run(*arguments: str, key: str | None = None) -> Result:
@@ -106,9 +106,7 @@ def test_help_has_examples(command: list[str]) -> None:
 
 
 def test_watch_shows_it_anew_until_ctrl_c(gateway: Gateway) -> None:
-    # Whoever runs the tests in the background has them ignore SIGINT, and their children with them.
-    program = "import signal; signal.signal(2, signal.default_int_handler); from swiftkv.cli import app; app()"
-    command = [sys.executable, "-c", program, "lending", "show", "--watch"]
+    command = interruptible("lending", "show", "--watch")
     environment = os.environ | {"SWIFTKV_ADMIN_KEY": gateway.admin_key, "SWIFTKV_URL": gateway.url, "COLUMNS": "120"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watching:
         assert watching.stdout is not None
