@@ -12,8 +12,10 @@ def main() -> None:
     """Run the command line. Ctrl-C ends it quietly, also while it is imported."""
     try:
         from swiftkv.cli import app
+        from swiftkv.output import failures_of_output_as_lines
 
-        app(prog_name="swiftkv")
+        with failures_of_output_as_lines():
+            app(prog_name="swiftkv")
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

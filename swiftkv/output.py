@@ -1,4 +1,4 @@
-"""Standard output and standard error that never block and never fail."""
+"""Standard output and standard error that never block and never fail, and a standard output that fails in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 _MAX_QUEUED = 4096  # writes
 _LONGEST_WRITE = 64 << 10  # bytes
@@ -136,3 +138,40 @@ def open_standard_descriptors() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
+
+
+class _StandardOutput(io.FileIO):
+    """Standard output that ends the process when it cannot be written, with a line on stderr that says why."""
+
+    def write(self, data: Any) -> Any:
+        try:
+            return super().write(data)
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # for the text that is still buffered
+            os.close(null)
+            if not isinstance(error, BrokenPipeError):  # whose reader wants no more
+                print(f"swiftkv: standard output cannot be written: {error.strerror}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+
+@contextmanager
+def failures_of_output_as_lines() -> Iterator[None]:
+    """Turn a failure to write standard output, on a full disk for instance, into a line on stderr and exit code 1.
+
+    Characters that its encoding does not have are written as escapes.
+    """
+    open_standard_descriptors()
+    given = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # Python has none if it was closed
+    if isinstance(given, io.TextIOWrapper):
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_StandardOutput(given.fileno(), "w", closefd=False)),
+            encoding=given.encoding,
+            errors="backslashreplace",
+            line_buffering=given.line_buffering,
+            write_through=given.write_through,
+        )
+    try:
+        yield
+    finally:
+        sys.stdout.flush()

@@ -311,3 +311,21 @@ def test_ctrl_c_while_the_command_is_imported() -> None:
     command = interruptible("--version", before=INTERRUPT_AN_IMPORT)
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "stderr"),
+    [
+        (">/dev/full", 1, "swiftkv: standard output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("| exec true", 1, ""),
+    ],
+)
+def test_standard_output_that_cannot_be_written(redirection: str, code: int, stderr: str, tmp_path: Path) -> None:
+    """It is so for text that is written only at the end, too."""
+    status = tmp_path / "status"
+    for command in ("--help", "--version"):
+        shell = f'{{ "$@"; echo $? >"$0"; }} {redirection}'
+        arguments = [status, sys.executable, "-m", "swiftkv", command]
+        done = subprocess.run(["sh", "-c", shell, *arguments], capture_output=True, text=True)
+        assert (status.read_text(), done.stdout, done.stderr) == (f"{code}\n", "", stderr)

@@ -81,3 +81,16 @@ def test_a_process_that_ends_waits_for_no_thread_that_has_ended_before_it() -> N
     program = "from swiftkv.output import detach_output; detach_output(3600.0); print('a last word')"
     ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
     assert (ended.returncode, ended.stdout) == (0, "a last word\n")
+
+
+def test_characters_that_standard_output_does_not_have() -> None:
+    """A file system takes any bytes as a name, and a terminal need not know UTF-8."""
+    program = (
+        "from swiftkv.output import failures_of_output_as_lines\n"
+        "with failures_of_output_as_lines():\n"
+        "    print('a\\udcff…')"
+    )
+    for encoding, expected in (("utf-8", "a\\udcff…\n"), ("ascii", "a\\udcff\\u2026\n")):
+        environment = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict"}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
+        assert (done.returncode, done.stdout.decode(encoding), done.stderr) == (0, expected, b"")
