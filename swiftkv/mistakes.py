@@ -9,6 +9,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from swiftkv.units import LARGEST_SIZE, format_size
+
 _KEY_OF_FLAG = {
     "api_key": "node.api_key_env",
     "block_size": "models[].kv_cache.block_size",
@@ -47,9 +49,13 @@ def _describe(mistake: Any, root: type[BaseModel]) -> str:
     if mistake["type"] == "missing":
         return f"{key}: missing; write {_description_at(location, root)}"
     description = _description_at(location, root)
-    if mistake["type"] == "less_than_equal" and (most := f"{mistake['ctx']['le']:.15g}") not in description:
+    if mistake["type"] == "less_than_equal" and (most := _most(mistake["ctx"]["le"])) not in description:
         return f"{key}: {show(mistake['input'])} is more than {most}, the most that can be written here"
     return f"{key}: {show(mistake['input'])} is not {description}"
+
+
+def _most(limit: int) -> str:
+    return format_size(limit) if limit == LARGEST_SIZE else f"{limit:.15g}"
 
 
 def _instead_of(unknown: str, known: Sequence[str]) -> str:

@@ -13,10 +13,10 @@ import msgspec
 LARGEST_COUNT = (1 << 31) - 1
 """The largest integer that the scheduler counts with."""
 
-LARGEST_SIZE = (1 << 60) - 1
+LARGEST_SIZE = 1 << 60
 """The most bytes that a file may name: sums of a few such sizes still fit into 64 bits."""
 
-_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50, "EiB": 1 << 60}
 _DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 DURATION_PATTERN = "^[0-9]{1,6}(ms|s|m|h)$"
 """A duration in the queries of `/admin`: a whole number with a unit."""

@@ -456,7 +456,7 @@ def test_lending_of_a_node_is_a_switch_or_a_mapping(written: str, enabled: bool,
     assert load_config(file, lending=False).node.lending.enabled is False
 
 
-@given(st.integers(min_value=1, max_value=1 << 50))
+@given(st.integers(min_value=1, max_value=1 << 63))
 def test_sizes_survive_printing(num_bytes: int) -> None:
     assert parse_size(format_size(num_bytes)) == pytest.approx(num_bytes, rel=0.006)
 

@@ -39,7 +39,7 @@ LAYERS = [
     {"node_config", "model_config"},
     {"tenant_config", "tier_config", "kv_events_config", "compute_config", "speculative_config"},
     {"storage_options"},
-    {"config_fields"},
+    {"config_fields", "mistakes"},
     {
         "arithmetic",
         "background",
@@ -49,7 +49,6 @@ LAYERS = [
         "latency",
         "locks",
         "machine_memory",
-        "mistakes",
         "output",
         "policies",
         "prefault",

@@ -63,7 +63,7 @@ def one_model(tiers: str, options: str = "") -> str:
         ),
         (
             one_model("{host: {size: 99999999TiB}}"),
-            "models[0].tiers.host.size: '99999999TiB' is more than 1.15292150460685e+18, the most that can",
+            "models[0].tiers.host.size: '99999999TiB' is more than 1EiB, the most that can",
         ),
         (one_model("{host: {}}"), "models[0].tiers.host: {} is not off, or a mapping with either size or ratio"),
         (

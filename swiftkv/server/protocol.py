@@ -328,7 +328,7 @@ class BudgetBody(Body):
         WithJsonSchema(
             {
                 "anyOf": [
-                    {"type": "string", "pattern": r"^[0-9]{1,15}([KMGT]iB|B)$"},
+                    {"type": "string", "pattern": r"^[0-9]{1,15}([KMGTPE]iB|B)$"},
                     {"type": "string", "pattern": r"^(100|[0-9]{1,2}(\.[0-9]{1,4})?)%$"},
                     {"type": "integer", "enum": [0]},
                 ],
