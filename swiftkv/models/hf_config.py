@@ -12,12 +12,17 @@ import msgspec
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import RopeConfig, RopeType
 from swiftkv.models.quantization import OWN_FILES
+from swiftkv.units import LARGEST_COUNT
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 """The kinds of layers, in `layer_types` and in nested `rope_parameters`."""
 
 TEXT_MODEL = "language_model."
 """The beginning of the names of the text model's tensors in a checkpoint that also sees images."""
+
+_PARTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+_MOST_PARTS = 1024
+"""The most layers, and the most experts of a layer: each has tensors of its own, and a plan counts them all."""
 
 _Value = TypeVar("_Value")
 _Keys = TypeVar("_Keys", bound=msgspec.Struct)
@@ -61,6 +66,10 @@ class HFConfig(msgspec.Struct):
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ValueError(f"{key}: {value} is not a positive number")
+        for key in self.__struct_fields__:
+            value, most = getattr(self, key), _MOST_PARTS if key in _PARTS else LARGEST_COUNT
+            if isinstance(value, int) and value > most:
+                raise ValueError(f"{key}: {value} is more than {most}, the most that is supported")
 
     def window_layers(self, by_habit: Callable[[int], bool]) -> list[int]:
         """Return the layers with a window: by `layer_types`, or without it by the family's default."""
@@ -178,6 +187,8 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
     factor = rope.factor
     if rope_type == "yarn" and factor is None:
         factor = raw.max_position_embeddings / original
+    if factor is not None and not 0 < factor * raw.max_position_embeddings <= LARGEST_COUNT:
+        raise ConfigError(f"{file}: {key}: factor {factor} does not make a context of 1 to {LARGEST_COUNT} tokens")
     for name in _NEEDED_ROPE_KEYS.get(rope_type, ()):
         if getattr(rope, name) is None:
             raise ConfigError(f"{file}: {key}: {name} is missing; rope_type {rope_type} needs it")

@@ -88,6 +88,7 @@ def test_keys_without_effect_pass(tmp_path: Path) -> None:
         (MIXTRAL | {"n_group": 2, "moe_layer_freq": [1]}, "moe_layer_freq: this key is not known"),
         (QWEN3 | {"num_experts_per_tok": 17}, "17 of 16 experts cannot be chosen"),
         (QWEN3 | {"num_experts": 0}, "num_experts: 0 is not a positive number"),
+        (QWEN3 | {"num_experts": 10**9}, "num_experts: 1000000000 is more than 1024"),
         (QWEN3 | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         (QWEN3 | {"moe_intermediate_size": "8"}, "moe_intermediate_size"),
         (QWEN3 | {"hidden_act": "gelu"}, "hidden_act"),
