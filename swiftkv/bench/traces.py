@@ -8,21 +8,27 @@ not tell which prompts begin alike, so none are taken to.
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from swiftkv.bench.datasets import DatasetError
+from swiftkv.units import LARGEST_COUNT
 
 BLOCK_TOKENS = 512
 """The number of a prompt's tokens that one id stands for."""
+
+_MOST_TOKENS = 100_000_000
+"""More tokens than any model reads or writes at once."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +53,37 @@ class Arrival:
         return np.repeat(np.array(self.blocks, np.int32), self.block_tokens)[: self.input_tokens]
 
 
+_InputTokens = Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
+_OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
+
+
+class _Conversation(msgspec.Struct):
+    """A line of Mooncake's."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _InputTokens
+    output_length: _OutputTokens
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=LARGEST_COUNT)]]
+
+
+class _Lengths(msgspec.Struct):
+    """A row of Azure's."""
+
+    TIMESTAMP: str
+    ContextTokens: _InputTokens
+    GeneratedTokens: _OutputTokens
+
+
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace, ordered by time. Raises `DatasetError` if it cannot be read or is empty."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             arrivals = list(_conversations(file) if path.suffix == ".jsonl" else _lengths(file))
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, csv.Error) as error:
         raise DatasetError(
-            f"{path} is not a trace (JSON lines like Mooncake's, or CSV like Azure's): {error!r}"
+            f"{path} is not a trace (JSON lines like Mooncake's, or CSV like Azure's): {error}"
         ) from None
     if not arrivals:
         raise DatasetError(f"{path} has no requests")
@@ -74,17 +101,27 @@ def spread_ties(arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[A
 
 
 def _conversations(lines: Iterable[str]) -> Iterator[Arrival]:
-    for line in lines:
-        entry = json.loads(line)
-        lengths = (entry["input_length"], entry["output_length"])
-        yield Arrival(entry["timestamp"] / 1000, *lengths, tuple(entry["hash_ids"]))
+    for number, line in enumerate(lines, 1):
+        with _mistakes_in_line(number):
+            entry = msgspec.json.decode(line, type=_Conversation)
+        yield Arrival(entry.timestamp / 1000, entry.input_length, entry.output_length, tuple(entry.hash_ids))
 
 
 def _lengths(lines: Iterable[str]) -> Iterator[Arrival]:
     start, fresh = None, count()
-    for row in csv.DictReader(lines):
-        now = datetime.fromisoformat(row["TIMESTAMP"][:26])
+    rows = csv.DictReader(lines)
+    for row in rows:
+        with _mistakes_in_line(rows.line_num):
+            entry = msgspec.convert(row, _Lengths, strict=False)
+            now = datetime.fromisoformat(entry.TIMESTAMP[:26])
         start = start or now
-        input_tokens = int(row["ContextTokens"])
-        blocks = tuple(next(fresh) for _ in range(math.ceil(input_tokens / BLOCK_TOKENS)))
-        yield Arrival((now - start).total_seconds(), input_tokens, int(row["GeneratedTokens"]), blocks)
+        blocks = tuple(next(fresh) for _ in range(math.ceil(entry.ContextTokens / BLOCK_TOKENS)))
+        yield Arrival((now - start).total_seconds(), entry.ContextTokens, entry.GeneratedTokens, blocks)
+
+
+@contextmanager
+def _mistakes_in_line(number: int) -> Iterator[None]:
+    try:
+        yield
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ValueError(f"line {number}: {error}") from None

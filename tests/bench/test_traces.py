@@ -51,6 +51,49 @@ def test_other_files(tmp_path: Path, name: str, text: str) -> None:
         read_trace(tmp_path / "missing.csv")
 
 
+SECOND_LINES = {
+    "input_length": ["1e99", '"x"', "-1", "0", "1000000000000"],
+    "output_length": ['"x"', "-3", "null", "1.5"],
+    "timestamp": ["-1", '"now"', "null"],
+    "hash_ids": ["3", '["a"]', "[1000000000000]", "[-1]"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in SECOND_LINES.items() for value in values])
+def test_a_value_that_cannot_be_is_named_with_its_line(tmp_path: Path, key: str, value: str) -> None:
+    first, _ = MOONCAKE.splitlines()
+    good = {"timestamp": "1", "input_length": "8", "output_length": "2", "hash_ids": "[1]"}
+    path = tmp_path / "a.jsonl"
+    for entries in (good | {key: value}, {name: text for name, text in good.items() if name != key}):
+        second = ", ".join(f'"{name}": {text}' for name, text in entries.items())
+        path.write_text(f"{first}\n{{{second}}}\n")
+        with pytest.raises(DatasetError, match=rf"{path} is not a trace .*: line 2: .*{key}"):
+            read_trace(path)
+
+
+def test_a_timestamp_that_is_no_number_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(MOONCAKE.replace("3000", "NaN"))
+    with pytest.raises(DatasetError, match=r"line 1: JSON is malformed"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ("2023-11-16 18:17:05.4799600,3", "GeneratedTokens"),
+        ("2023-11-16 18:17:05.4799600,-3,8", "ContextTokens"),
+        ("2023-11-16 18:17:05.4799600,3,many", "GeneratedTokens"),
+        ("yesterday,3,8", "yesterday"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named(tmp_path: Path, row: str, why: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"{AZURE}{row}\n")
+    with pytest.raises(DatasetError, match=rf"{path} is not a trace .*: line 4: .*{why}"):
+        read_trace(path)
+
+
 def test_requests_of_one_instant_are_spread_until_the_next() -> None:
     arrivals = [Arrival(time_s, index, 1, ()) for index, time_s in enumerate([0.0, 0.0, 0.0, 3.0, 6.0, 6.0])]
     spread = spread_ties(arrivals, np.random.default_rng(1))
