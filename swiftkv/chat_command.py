@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All but tab and newline: with these, an answer could change the terminal."""
 _PLACES = {"peer": "in lent memory", "host": "in host memory", "storage": "in storage"}
+_SHORTEST_PART = 0.1
+"""The part of an answer's time that pieces after the first one must take, or they tell nothing about the model's pace:
+tokens were held back on their way, as those of a tool call are."""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 Show = Callable[[str], None]
@@ -55,7 +58,12 @@ class Answer:
             return f"{figures}; no text"
         figures += f"; first token {self.first_s - self.sent_s:.2f} s"
         num_later = self.usage.completion_tokens - 1
-        return f"{figures}, then {num_later / (self.ended_s - self.first_s):.0f} a second" if num_later > 0 else figures
+        if num_later <= 0:
+            return figures
+        later_s = self.ended_s - self.first_s
+        if later_s < _SHORTEST_PART * (self.ended_s - self.sent_s):
+            return f"{figures}, and the others at once"
+        return f"{figures}, then {num_later / later_s:.0f} a second"
 
 
 @dataclass

@@ -11,8 +11,10 @@ from typing import Any
 
 import openai
 from echo_gateway import Gateway, wait_until
+from openai.types import CompletionUsage
 from typer.testing import CliRunner, Result
 
+from swiftkv.chat_command import Answer
 from swiftkv.cli import app
 from tests.support.interruptible import interruptible
 
@@ -56,6 +58,15 @@ def test_a_conversation_sends_what_was_said(gateway: Gateway) -> None:
         assert line.startswith(f"[{answer.usage.prompt_tokens} prompt tokens, ")
         assert "; first token 0." in line
     assert "cached (16 in host memory)" in figures[1]
+
+
+def test_pieces_that_come_at_once_have_no_pace() -> None:
+    usage = CompletionUsage(prompt_tokens=8, completion_tokens=41, total_tokens=49)
+    figures = [Answer(usage=usage, sent_s=1.0, first_s=3.0, ended_s=ended_s).figures() for ended_s in (3.001, 5.0)]
+    assert figures == [
+        "8 prompt tokens, 0 cached; first token 2.00 s, and the others at once",
+        "8 prompt tokens, 0 cached; first token 2.00 s, then 20 a second",
+    ]
 
 
 def test_a_refused_message_is_forgotten(gateway: Gateway) -> None:
