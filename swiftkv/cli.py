@@ -199,7 +199,7 @@ def simulate(
     policy: Annotated[
         SchedulingPolicy | None, typer.Option(help="The scheduling policy, in place of the file's scheduling_policy.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The random seed by which requests with one time are spread.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The random seed by which requests with one time are spread.")] = 0,
     target_ttft: Annotated[
         float | None, typer.Option(help="Show how many requests get their first token within this many seconds.")
     ] = None,

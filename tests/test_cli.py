@@ -263,6 +263,12 @@ def test_a_simulation_asks_the_environments_node(
     assert f"--step-time: no node answers at {url}: " in result.stderr
 
 
+def test_a_negative_seed(tmp_path: Path) -> None:
+    result = run("simulate", tmp_path / "node.yaml", "--trace", tmp_path / "trace.jsonl", "--seed", "-1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--seed" in result.stderr
+
+
 def test_a_url_may_lack_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

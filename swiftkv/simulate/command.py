@@ -32,6 +32,7 @@ from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, s
 from swiftkv.simulate.step_times import make_gateway_time, make_step_time, read_step_times
 from swiftkv.tables import console_for
 from swiftkv.transport.topology import TransportChoice
+from swiftkv.units import LARGEST_COUNT
 
 AnyOutcome = TypeVar("AnyOutcome")
 
@@ -254,6 +255,11 @@ def _chosen(config: Config, plans: tuple[ModelPlan, ...], names: list[str]) -> l
             raise ConfigError(
                 f"models[{index}].kv_cache.memory: {plan.memory} of a GPU is a number of bytes only once the model is "
                 "loaded; write a size such as 40GiB to simulate it"
+            )
+        if max(plan.group_blocks) > LARGEST_COUNT:
+            raise ConfigError(
+                f"models[{index}].kv_cache.memory: {plan.memory} is {max(plan.group_blocks):,} blocks, and at most "
+                f"{LARGEST_COUNT:,} can be simulated"
             )
         chosen.append((model, plan))
     return chosen

@@ -136,6 +136,15 @@ def test_step_times_that_cannot_be_saved_are_a_mistake(directory: Path, tmp_path
         simulated(directory, replace(options(directory, "chat"), save_step_time=tmp_path / "missing" / "times.json"))
 
 
+def test_a_pool_of_more_blocks_than_can_be_counted_is_refused(directory: Path, tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text(f"models: [{{name: chat, path: {directory / 'chat'}, kv_cache: {{memory: 1EiB}}}}]")
+    config = load_config(file)
+    alone = replace(options(directory), traces=(str(directory / "chat.jsonl"),))
+    with pytest.raises(ConfigError, match=r"models\[0\]\.kv_cache\.memory: 1EiB is .* blocks, and at most"):
+        simulate_node(config, tuple(plan_node(config, need_weights=False)), [], alone)
+
+
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_simulated(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
