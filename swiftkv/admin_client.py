@@ -37,6 +37,7 @@ DEFAULT_ADMIN_KEY_ENV = "SWIFTKV_ADMIN_KEY"
 EXIT_USAGE = 2
 """The exit code for a user's mistake: a line on stderr says what to change, and nothing was started."""
 _TIMEOUT_S = 90.0
+SETTINGS_OF_CLIENTS = "the environment variables http_proxy, https_proxy, all_proxy and SSL_CERT_FILE"
 
 
 class AdminError(SwiftkvError):
@@ -48,13 +49,25 @@ def default_url() -> str:
     return with_scheme(os.environ.get(URL_VARIABLE) or DEFAULT_URL)
 
 
-def why_no_answer(url: str, error: Exception) -> str:
+def no_answer_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return the types of what httpx raises if a node does not answer or cannot be asked, and `more` types.
+
+    It cannot be asked at a wrong URL, by a proxy that needs another package, or without the files of certificates.
+    """
+    import httpx
+
+    return httpx.HTTPError, httpx.InvalidURL, ImportError, OSError, *more
+
+
+def why_no_answer(url: str, error: Exception, remedy: str = "name the right one with --url") -> str:
     """Return a line about a node that did not answer. One that is starting lets clients connect before it answers."""
     import httpx
 
     if isinstance(error, httpx.ReadTimeout):
         return f"the node at {url} is starting or busy: it did not answer in time; try again"
-    return f"no node answers at {url}: {error}; name the right one with --url"
+    if isinstance(error, ImportError | OSError):
+        return f"the node at {url} cannot be asked: {error}; look at {SETTINGS_OF_CLIENTS}"
+    return f"no node answers at {url}: {error}; {remedy}"
 
 
 @contextmanager
@@ -109,7 +122,7 @@ def request_admin(
         if answer.is_success:
             return content
         message = content["error"]["message"]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+    except no_answer_errors(ValueError, KeyError, TypeError) as error:
         raise AdminError(why_no_answer(url, error)) from error
     if answer.status_code == 401:
         message = f"{message}; export {admin_key_env}=<admin key>, or name another variable with --admin-key-env"

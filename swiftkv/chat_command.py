@@ -129,7 +129,12 @@ class _Node:
         import openai
 
         key = os.environ.get(self.api_key_env) or "none"
-        return openai.OpenAI(base_url=f"{self.url.rstrip('/')}/v1", api_key=key, max_retries=0)
+        if not key.isascii():
+            raise ChatError(f"the API key in {self.api_key_env} is not one: it has characters that are not ASCII")
+        try:
+            return openai.OpenAI(base_url=f"{self.url.rstrip('/')}/v1", api_key=key, max_retries=0)
+        except Exception as error:  # noqa: BLE001 (of the URL or the environment: the types depend on openai's version)
+            raise ChatError(why_no_answer(self.url, error)) from None
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -165,8 +170,8 @@ def chat(
 ) -> None:
     """Talk to a model of a running node until Ctrl-D. Ctrl-C stops an answer."""
     node = _Node(url, api_key_env)
-    with node.client() as client:
-        try:
+    try:
+        with node.client() as client:
             with node.errors():
                 names = [each.id for each in client.models.list()]
             if not names:
@@ -182,9 +187,9 @@ def chat(
                 with node.errors():
                     talk.ask(quick, _write, show_thought=lambda thought: None)
                 _write("\n")
-        except ChatError as error:
-            print(f"swiftkv: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+    except ChatError as error:
+        print(f"swiftkv: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def _converse(node: _Node, talk: Conversation, names: list[str]) -> None:

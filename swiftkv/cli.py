@@ -12,7 +12,15 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv import __version__
-from swiftkv.admin_client import DEFAULT_URL, EXIT_USAGE, URL_VARIABLE, Url, default_url, why_no_answer
+from swiftkv.admin_client import (
+    DEFAULT_URL,
+    EXIT_USAGE,
+    URL_VARIABLE,
+    Url,
+    default_url,
+    no_answer_errors,
+    why_no_answer,
+)
 from swiftkv.cache_command import cache_app
 from swiftkv.chat_command import chat
 from swiftkv.checkpoint import Architecture, Size
@@ -282,7 +290,7 @@ def status(
             print(json.dumps(content, indent=2))
         else:
             _print_engines(content["engines"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+    except no_answer_errors(ValueError, KeyError, TypeError) as error:
         print(f"swiftkv: {why_no_answer(url, error)}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if answer.is_success else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -267,6 +268,48 @@ def test_a_negative_seed(tmp_path: Path) -> None:
     result = run("simulate", tmp_path / "node.yaml", "--trace", tmp_path / "trace.jsonl", "--seed", "-1")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--seed" in result.stderr
+
+
+ASKING_COMMANDS = [
+    ["status"],
+    ["lending", "show"],
+    ["top", "--once"],
+    ["chat", "-q", "Hello!"],
+    ["simulate", "{file}", "--trace", "{trace}"],
+    ["bench", "serve", "--num-prompts", "1"],
+]
+
+
+@pytest.mark.parametrize("command", ASKING_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("SWIFTKV_URL", "http://127.0.0.1:port", "Invalid port"),
+        ("SWIFTKV_URL", "http://127.0.0.1:99999", "127.0.0.1:99999"),
+        ("all_proxy", "socks5://127.0.0.1:1", "look at the environment variables http_proxy"),
+        ("SSL_CERT_FILE", "/no/such/file", "look at the environment variables http_proxy"),
+    ],
+)
+def test_an_environment_in_which_nothing_can_be_asked(
+    command: list[str],
+    variable: str,
+    value: str,
+    says: str,
+    tmp_path: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable == "all_proxy" and importlib.util.find_spec("socksio"):
+        pytest.skip("httpx can use this proxy here")
+    monkeypatch.setenv(variable, value)
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}}}]")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1]}\n')
+    result = run(*(word.format(file=file, trace=trace) for word in command))
+    assert result.exit_code in (1, 2), result.exception
+    assert isinstance(result.exception, SystemExit)
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_url_may_lack_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:

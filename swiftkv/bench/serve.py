@@ -21,7 +21,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, AdminError, default_url, request_admin, with_scheme
+from swiftkv.admin_client import (
+    DEFAULT_ADMIN_KEY_ENV,
+    SETTINGS_OF_CLIENTS,
+    AdminError,
+    default_url,
+    no_answer_errors,
+    request_admin,
+    with_scheme,
+)
 from swiftkv.bench import datasets, report
 from swiftkv.bench.client import Messages, Target, TimedAnswer, send
 from swiftkv.bench.datasets import Conversation, DatasetError, Prompt, Tokens
@@ -37,6 +45,7 @@ from swiftkv.bench.options import (
 from swiftkv.node_config import is_loopback
 
 _TIMEOUT_S = 6 * 60 * 60
+_LARGEST_PORT = 65535
 _PER_REQUEST = ("input_lens", "output_lens", "cached_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 
 
@@ -57,10 +66,11 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     goodput_ms = parse_goodput(args.goodput)
     if not (args.request_rate > 0 and args.burstiness > 0 and args.num_prompts > 0):
         raise UsageError("--request-rate, --burstiness and --num-prompts must be greater than 0")
+    if args.seed < 0:
+        raise UsageError("--seed must be at least 0")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise UsageError("--max-concurrency must be at least 1")
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
+    async with _make_client() as client:
         target, place = await _find_target(client, args)
         conversations, tokenizer_id = load_conversations(args, place)
         await _wait_until_ready(client, target, conversations[0], args.ready_check_timeout_sec)
@@ -228,6 +238,14 @@ def _after(asked: Prompt | Messages, answer: TimedAnswer, target: Target) -> lis
     return [*asked, *answer.token_ids]
 
 
+def _make_client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    try:
+        return httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits)
+    except no_answer_errors() as error:
+        raise UsageError(f"no server can be asked: {error}; look at {SETTINGS_OF_CLIENTS}") from None
+
+
 def _server_url(args: argparse.Namespace) -> str:
     if args.base_url is not None:
         return with_scheme(args.base_url)
@@ -243,6 +261,8 @@ async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> t
     if key := os.environ.get("OPENAI_API_KEY"):
         headers = {"Authorization": f"Bearer {key}"} | headers
     try:
+        if (httpx.URL(base_url).port or 0) > _LARGEST_PORT:
+            raise httpx.InvalidURL(f"there are no ports above {_LARGEST_PORT}")
         response = await client.get(f"{base_url}/v1/models", headers=headers)
         response.raise_for_status()
         served = {entry["id"]: entry.get("root") for entry in response.json()["data"]}
@@ -357,9 +377,12 @@ def _save(result: dict[str, Any], args: argparse.Namespace, target: Target, date
         args.result_filename or f"{args.label or args.backend}-{args.request_rate}qps{concurrency}-{model}-{date}.json"
     )
     path = Path(args.result_dir or ".") / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+    except OSError as error:
+        raise UsageError(f"--save-result: {path} cannot be written: {error.strerror}") from None
     print(f"saved {path}", file=sys.stderr)
 
 

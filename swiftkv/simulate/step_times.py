@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from swiftkv._core import StepTime
+from swiftkv.admin_client import no_answer_errors, why_no_answer
 from swiftkv.engine.messages import STEP_TIME_TERMS, TOKEN_POINTS
 from swiftkv.errors import ConfigError
 
@@ -72,11 +73,9 @@ def _ratio_of(tokens: str) -> str:
 def _of_node(url: str) -> dict[str, dict[str, float]]:
     try:
         text = httpx.get(f"{url.rstrip('/')}/metrics", timeout=10).raise_for_status().text
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(
-            f"--step-time: no node answers at {url}: {error}; name the URL of one that has served for a while, or a "
-            "file that --save-step-time wrote"
-        ) from None
+    except no_answer_errors() as error:
+        remedy = "name the URL of one that has served for a while, or a file that --save-step-time wrote"
+        raise ConfigError(f"--step-time: {why_no_answer(url, error, remedy)}") from None
     return parse_step_times(text)
 
 
