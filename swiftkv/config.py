@@ -24,6 +24,7 @@ from swiftkv.tenant_config import mistakes_about_tenants
 from swiftkv.tier_config import HostConfig, StorageConfig, check_backends
 from swiftkv.units import DeviceShare, PoolBytes, format_size
 
+_MAX_FILE_BYTES = 4 << 20
 _TAGS_OF_WORDS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}
 
 
@@ -252,12 +253,16 @@ def read_model(path: Path) -> object:
 
 def _read_yaml(path: Path) -> object:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}; name a YAML file such as configs/embedded.yaml") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: has more than {format_size(_MAX_FILE_BYTES)}, and so is no file that names models")
     try:
-        return yaml.load(text, _UniqueKeyLoader)
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{path}:{_yaml_mistake(error)}") from None
     except yaml.YAMLError as error:
@@ -276,10 +281,19 @@ def parse_config(raw: object) -> Config:
         raise ConfigError(describe_mistakes(error, Config)) from None
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that is written twice: PyYAML silently keeps the last one."""
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is written twice, of which PyYAML keeps the last, and text that its type cannot have."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):  # of a 30th of February, for instance
+            problem = f"{show(node.value)} is no value that can be read"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.MarkedYAMLError(problem="this is not a mapping", problem_mark=node.start_mark)
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag not in _TAGS_OF_WORDS:

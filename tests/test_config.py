@@ -308,6 +308,7 @@ def test_a_key_that_is_no_word_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_a_number_or_a_switch_is_a_mistake(tmp_path: Path) -> None:
+    assert message_for("node: !!map [a]", tmp_path) == f"{tmp_path / 'node.yaml'}:1:7: this is not a mapping"
     for key in ("1", "on", "null"):
         assert message_for(f"node: {{}}\n{key}: 2\n", tmp_path) == f"{tmp_path / 'node.yaml'}:2:1: a key must be a word"
 
@@ -316,6 +317,18 @@ def test_sections_may_be_merged(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("models:\n- &chat {name: chat, path: x, threads: 3}\n- {<<: *chat, name: code}\n")
     assert [(model.name, model.threads) for model in load_config(file).models] == [("chat", 3), ("code", 3)]
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "2001-02-30", "!!int abc", "!!timestamp x", "!!bool x"])
+def test_a_value_that_yaml_cannot_make_is_a_mistake(value: str, tmp_path: Path) -> None:
+    message = message_for(f"node:\n  port: {value}\n", tmp_path)
+    assert message.startswith(f"{tmp_path / 'node.yaml'}:2:9: ")
+    assert message.endswith("is no value that can be read")
+
+
+def test_a_file_without_end_is_not_read_to_its_end() -> None:
+    with pytest.raises(ConfigError, match=r"/dev/zero: has more than 4MiB"):
+        load_config(Path("/dev/zero"))
 
 
 def test_deep_nesting_is_a_mistake(tmp_path: Path) -> None:
