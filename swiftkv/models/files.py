@@ -71,7 +71,7 @@ def weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-        except msgspec.DecodeError as error:
+        except (OSError, msgspec.DecodeError) as error:
             raise CheckpointError(f"{index}: {error}") from None
         files = [directory / Path(name).name for name in sorted(names)]  # no name leads out of the directory
     missing = [file for file in files if not file.is_file()]
@@ -185,7 +185,7 @@ def _header(file: Path) -> dict[str, Stored]:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         described = {name: Stored(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not safetensors: {error}") from None
     if size != _LENGTH_BYTES + num_bytes + end:
         expected = _LENGTH_BYTES + num_bytes + end

@@ -49,7 +49,18 @@ def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path) -> None:
         check(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"])
+def with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+NESTED, ONE_OFFSET = b"[" * 100_000, b'{"a": {"dtype": "F32", "shape": [], "data_offsets": [0]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"short", b"\xff" * 64, with_header(b"[]"), with_header(NESTED), with_header(ONE_OFFSET)],
+    ids=["empty", "short", "endless", "list", "nested", "one offset"],
+)
 def test_what_is_no_safetensors_file(content: bytes, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     (tmp_path / FILE).write_bytes(content)
