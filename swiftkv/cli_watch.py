@@ -21,11 +21,15 @@ from swiftkv.admin_client import (
     request_admin,
 )
 
+_LONGEST_INTERVAL_S = 86_400.0
+
 
 def top(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
-    interval: Annotated[float, typer.Option(min=0.1, help="The seconds from one view to the next.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=_LONGEST_INTERVAL_S, help="The seconds from one view to the next.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view, after --interval seconds, and exit.")] = False,
 ) -> None:
     """Watch a running node: its requests, waits, pools and lending, until Ctrl-C."""

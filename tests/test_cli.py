@@ -264,6 +264,12 @@ def test_a_simulation_asks_the_environments_node(
     assert f"--step-time: no node answers at {url}: " in result.stderr
 
 
+def test_an_endless_interval() -> None:
+    result = run("top", "--once", "--interval", "inf")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--interval" in result.stderr
+
+
 def test_a_negative_seed(tmp_path: Path) -> None:
     result = run("simulate", tmp_path / "node.yaml", "--trace", tmp_path / "trace.jsonl", "--seed", "-1")
     assert (result.exit_code, result.stdout) == (2, "")
