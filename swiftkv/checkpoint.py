@@ -170,7 +170,8 @@ def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -
         seed: of the weights.
 
     Raises:
-        CheckpointError: an unknown `arch` or `size`, or a directory that holds something or cannot be made.
+        CheckpointError: an unknown `arch` or `size`, or a directory that holds something or cannot be made or
+            written to.
     """
     if arch not in get_args(Architecture):
         raise CheckpointError(f"arch: {arch!r} is not one of {', '.join(get_args(Architecture))}")
@@ -194,7 +195,10 @@ def make(arch: Architecture, size: Size, directory: Path | str, seed: int = 0) -
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(torch.bfloat16)
-    save(model, tokenizer, directory)
+    try:
+        save(model, tokenizer, directory)
+    except Exception as error:  # safetensors and tokenizers have their own for a full disk
+        raise CheckpointError(f"directory: {directory} cannot be written to: {error}; name another") from error
     return directory
 
 

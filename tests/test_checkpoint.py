@@ -115,6 +115,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    """A name that is not UTF-8 is refused by the libraries that write, as a full disk is."""
+    with pytest.raises(CheckpointError, match=r"^directory: .* cannot be written to: .*; name another$"):
+        make("qwen3", "tiny", tmp_path / "\udcff")
+
+
 def test_the_server_knows_every_architecture(made: tuple[Architecture, Path]) -> None:
     arch, directory = made
     config = read_config(directory)
