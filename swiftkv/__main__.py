@@ -17,12 +17,16 @@ def main() -> None:
     if on_interrupt is signal.default_int_handler:  # a shell ignores it for commands in the background
         signal.signal(signal.SIGINT, _end_at_once)
     from swiftkv.cli import app
+    from swiftkv.errors import SwiftkvError
     from swiftkv.output import failures_of_output_as_lines
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
         with failures_of_output_as_lines():
             app(prog_name="swiftkv")
+    except SwiftkvError as error:
+        print(f"swiftkv: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(_EXIT_INTERRUPTED)
 

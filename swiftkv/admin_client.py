@@ -49,6 +49,13 @@ def default_url() -> str:
     return with_scheme(os.environ.get(URL_VARIABLE) or DEFAULT_URL)
 
 
+class _Content(dict[str, Any]):
+    """The content of an answer. Another server, or a node of another version, may not have a key in it."""
+
+    def __missing__(self, key: str) -> Any:
+        raise AdminError(f"the answer has no {key!r}: it is not one of a node of this version; look at --url")
+
+
 def no_answer_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
     """Return the types of what httpx raises if a node does not answer or cannot be asked, and `more` types.
 
@@ -118,7 +125,7 @@ def request_admin(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         answer = httpx.request(method, f"{url.rstrip('/')}/admin/{path}", json=body, headers=headers, timeout=timeout_s)
-        content: dict[str, Any] = answer.json()
+        content = _Content(answer.json())
         if answer.is_success:
             return content
         message = content["error"]["message"]

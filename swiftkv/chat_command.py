@@ -173,7 +173,7 @@ def chat(
     try:
         with node.client() as client:
             with node.errors():
-                names = [each.id for each in client.models.list()]
+                names = _names_of_models(client, url)
             if not names:
                 raise ChatError("the node has no model yet; see: swiftkv models add --help")
             if model is not None and model not in names:
@@ -190,6 +190,14 @@ def chat(
     except ChatError as error:
         print(f"swiftkv: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _names_of_models(client: openai.OpenAI, url: str) -> list[str]:
+    """Return the names of the node's models. Raises `ChatError` for the answer of another server."""
+    try:
+        return [each.id for each in client.models.list()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ChatError(why_no_answer(url, error)) from None
 
 
 def _converse(node: _Node, talk: Conversation, names: list[str]) -> None:

@@ -290,7 +290,7 @@ def status(
             print(json.dumps(content, indent=2))
         else:
             _print_engines(content["engines"])
-    except no_answer_errors(ValueError, KeyError, TypeError) as error:
+    except no_answer_errors(ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"swiftkv: {why_no_answer(url, error)}", file=sys.stderr)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if answer.is_success else 1)

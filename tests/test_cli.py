@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -316,6 +319,41 @@ def test_an_environment_in_which_nothing_can_be_asked(
     assert isinstance(result.exception, SystemExit)
     assert says in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+class _AnswersAnything(BaseHTTPRequestHandler):
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("command", ASKING_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"null", b"<html>", b"\xff"])
+def test_a_server_that_is_no_node(command: list[str], content: bytes, tmp_path: Path, checkpoint: Path) -> None:
+    file = write(tmp_path, f"models: [{{name: a, path: {checkpoint}}}]")
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 8, "output_length": 2, "hash_ids": [1]}\n')
+    handler = type("Handler", (_AnswersAnything,), {"content": content})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = os.environ | {"SWIFTKV_URL": f"http://127.0.0.1:{server.server_port}", "SWIFTKV_ADMIN_KEY": "key"}
+        words = [word.format(file=file, trace=trace) for word in command]
+        done = subprocess.run(
+            [sys.executable, "-m", "swiftkv", *words], capture_output=True, text=True, env=environment
+        )
+        server.shutdown()
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
 
 
 def test_a_url_may_lack_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,7 +266,7 @@ async def _find_target(client: httpx.AsyncClient, args: argparse.Namespace) -> t
         response = await client.get(f"{base_url}/v1/models", headers=headers)
         response.raise_for_status()
         served = {entry["id"]: entry.get("root") for entry in response.json()["data"]}
-    except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, KeyError, TypeError, ValueError) as error:
         asks_for_key = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
         remedy = "export OPENAI_API_KEY=... with a key of that server" if asks_for_key else "name a server that runs"
         raise UsageError(f"--base-url: no list of models at {base_url}/v1/models: {error}; {remedy}") from None

@@ -73,10 +73,10 @@ def _ratio_of(tokens: str) -> str:
 def _of_node(url: str) -> dict[str, dict[str, float]]:
     try:
         text = httpx.get(f"{url.rstrip('/')}/metrics", timeout=10).raise_for_status().text
-    except no_answer_errors() as error:
+        return parse_step_times(text)
+    except no_answer_errors(ValueError) as error:
         remedy = "name the URL of one that has served for a while, or a file that --save-step-time wrote"
         raise ConfigError(f"--step-time: {why_no_answer(url, error, remedy)}") from None
-    return parse_step_times(text)
 
 
 def parse_step_times(metrics_text: str) -> dict[str, dict[str, float]]:
