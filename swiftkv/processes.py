@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +92,17 @@ def die_with_parent() -> bool:
     return os.getppid() == parent  # it may have ended before the call, which sends no signal then
 
 
-def exit_in(patience_s: float, code: int) -> None:
-    """Exit after `patience_s` if this process, which waits for all its threads, has not ended by then."""
-    timer = threading.Timer(patience_s, os._exit, [code])
+def exit_in(patience_s: float, code: int, last: Callable[[], object] = lambda: None) -> None:
+    """Exit after `patience_s` if this process, which waits for all its threads, has not ended by then.
+
+    `last` is called before it exits.
+    """
+
+    def end() -> None:
+        last()
+        os._exit(code)
+
+    timer = threading.Timer(patience_s, end)
     timer.daemon = True
     timer.start()
 

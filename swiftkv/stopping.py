@@ -7,7 +7,6 @@ import fcntl
 import os
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from swiftkv.errors import ConfigError
 from swiftkv.locks import is_private, is_still_at, make_private_directory, remove_if_unlocked, runtime_directories
 from swiftkv.output import drain_output
+from swiftkv.processes import exit_in
 
 _SUFFIX = ".stopping"
 _LOOK_S = 0.05
@@ -33,14 +33,11 @@ def end_hanging_threads(timeout_s: float, say: Callable[[str], None]) -> Iterato
         code = 0
     finally:
 
-        def end() -> None:
+        def tell() -> None:
             say(f"a thread still ran {timeout_s:g} s after the end of the node, and was ended")
             drain_output()
-            os._exit(code)
 
-        timer = threading.Timer(timeout_s, end)
-        timer.daemon = True
-        timer.start()
+        exit_in(timeout_s, code, tell)
 
 
 class StoppingMark:
