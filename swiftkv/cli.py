@@ -225,7 +225,7 @@ def simulate(
     copy_rate: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="How many bytes of KV are copied per second, such as 6GiB, if the times do not tell."
+            metavar="SIZE", help="How many bytes of KV are copied per second, such as 6GiB, if the node has never lent."
         ),
     ] = None,
     plot: Annotated[

@@ -94,7 +94,7 @@ def models_remove(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """End MODEL when its requests in flight have ended and what it lends is home; the node forgets it."""
+    """End MODEL when its requests in flight have ended and its lent memory is back; the node forgets it."""
     path = f"{admin_path('models', model)}?{_patience(timeout, now)}"
     change = ask_admin("DELETE", url, path, admin_key_env, timeout_s=None)
     print(f"{model} is removed after {change['took_s']:.1f} s")

@@ -25,6 +25,16 @@ class UsageError(ValueError):
     """A wrong flag, or a server that does not answer: one line that says what would be right."""
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.default in (None, [], argparse.SUPPRESS) or action.default is False:
+            return text
+        return f"{text}; default: %(default)s"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return a parser of the flags of `vllm bench serve` that concern serving text, with its names and defaults."""
     parser = argparse.ArgumentParser(
@@ -32,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
         usage="swiftkv bench serve [options]",
         description="Send load to an OpenAI-compatible server, with the flags and figures of `vllm bench serve`.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     add = parser.add_argument_group("server").add_argument
     add(
@@ -73,22 +83,22 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("dataset").add_argument
     names = ["random", "prefix_repetition", "multi_turn", "sharegpt", "custom"]
-    add("--dataset-name", choices=names, default="random")
+    add("--dataset-name", choices=names, default="random", help="where prompts come from")
     add("--dataset-path", help="a file: ShareGPT's JSON or, for custom, JSONL with one prompt a line")
     add("--input-len", type=int, help="tokens of a prompt, for any dataset that sets one")
     add("--output-len", type=int, help="tokens of an answer, for any dataset")
-    add("--random-input-len", type=int, default=1024)
-    add("--random-output-len", type=int, default=128)
+    add("--random-input-len", type=int, default=1024, help="tokens of a prompt")
+    add("--random-output-len", type=int, default=128, help="tokens of an answer")
     add("--random-range-ratio", type=float, default=0.0, help="the share by which lengths vary, up and down")
     add("--random-prefix-len", type=int, default=0, help="tokens that all prompts share")
-    add("--prefix-repetition-prefix-len", type=int, default=256)
-    add("--prefix-repetition-suffix-len", type=int, default=256)
-    add("--prefix-repetition-num-prefixes", type=int, default=10)
-    add("--prefix-repetition-output-len", type=int, default=128)
-    add("--multi-turn-num-turns", type=int, default=4)
+    add("--prefix-repetition-prefix-len", type=int, default=256, help="tokens of a shared prefix")
+    add("--prefix-repetition-suffix-len", type=int, default=256, help="tokens of a prompt after its prefix")
+    add("--prefix-repetition-num-prefixes", type=int, default=10, help="how many prefixes there are")
+    add("--prefix-repetition-output-len", type=int, default=128, help="tokens of an answer")
+    add("--multi-turn-num-turns", type=int, default=4, help="turns of a conversation")
     add("--multi-turn-first-len", type=int, default=512, help="tokens of the first turn")
     add("--multi-turn-turn-len", type=int, default=64, help="tokens of each later turn")
-    add("--multi-turn-output-len", type=int, default=64)
+    add("--multi-turn-output-len", type=int, default=64, help="tokens of an answer")
     add("--sharegpt-output-len", type=int, help="tokens of an answer; default: as many as the recorded one has")
     add("--custom-output-len", type=int, default=256, help="tokens of an answer; -1: the line's output_tokens")
     add("--skip-chat-template", action="store_true", help="send custom prompts as they are")

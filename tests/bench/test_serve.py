@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from swiftkv.bench import datasets, report
 from swiftkv.bench.client import TimedAnswer
+from swiftkv.bench.options import make_parser
 from swiftkv.bench.serve import arrival_times_s, main
 from swiftkv.checkpoint import train_tokenizer
 
@@ -255,6 +256,17 @@ def test_mistakes_are_one_line(server: Server, capsys: pytest.CaptureFixture[str
     assert len(lines) == 1
     assert re.search(message, lines[0]), lines[0]
     assert not server.bodies
+
+
+def test_the_help_tells_every_default() -> None:
+    texts = [" ".join(text.split()) for text in re.split(r"\n(?:  (?=-)|\n)", make_parser().format_help())]
+    told = {text.split()[0]: text for text in texts if text.startswith("--")}
+    for flag, value in vars(make_parser().parse_args([])).items():
+        text = told[f"--{flag.replace('_', '-')}"]
+        if value in (None, []) or value is False:
+            assert not text.endswith(f"default: {value}")
+        else:
+            assert text.endswith(f"default: {value}")
 
 
 @pytest.mark.parametrize("root", ["chat", None])
