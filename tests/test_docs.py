@@ -24,6 +24,12 @@ DEFINED_TESTS = frozenset(
     for name in re.findall(r"^\s*(?:async )?def (test_\w+)\(", file.read_text(), re.MULTILINE)
 )
 
+SOURCES = {
+    "::": [file.read_text() for file in (ROOT / "cpp_ext").rglob("*") if file.suffix in (".h", ".cpp")],
+    ".": [file.read_text() for file in (ROOT / "swiftkv").rglob("*") if file.suffix in (".py", ".pyi")],
+}
+"""The files of C++ and of Python, by what stands between a class and its member."""
+
 
 @pytest.mark.parametrize("name", NAMED_TESTS)
 def test_what_reliability_says_is_shown_by_a_test_that_exists(name: str) -> None:
@@ -78,6 +84,17 @@ def test_documents_name_files_that_exist(document: Path) -> None:
     named = set(re.findall(r"(?<![\w/])((?:\w+/)*\w+\.(?:py|cpp|yaml))(?!\w)", document.read_text()))
     bases = (ROOT, ROOT / "swiftkv")
     assert [path for path in sorted(named) if not any((base / path).exists() for base in bases)] == []
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_documents_name_members_that_exist(document: Path) -> None:
+    """A class and its member occur in one file: that of the class, or one that defines the member."""
+    missing = [
+        f"{owner}{joint}{member}"
+        for owner, joint, member in re.findall(r"`([A-Z]\w+)(::|\.)([a-z_]\w*)`", document.read_text())
+        if not any(re.search(rf"\b{owner}\b", text) and re.search(rf"\b{member}\b", text) for text in SOURCES[joint])
+    ]
+    assert missing == []
 
 
 def test_the_glossary_has_one_line_a_word_in_alphabetical_order() -> None:
