@@ -161,7 +161,7 @@ def _values(schema: dict[str, Any], defs: dict[str, Any]) -> str:
     if "enum" in schema and schema.get("description") == "Not supported":
         harmless = [f"`{json.dumps(value)}`" for value in schema["enum"] if value is not None]
         return "only " + " or ".join(harmless) if harmless else ""
-    text = ", or ".join(dict.fromkeys(_kind(kind, defs) for kind in kinds))
+    text = "; or ".join(dict.fromkeys(_kind(kind, defs) for kind in kinds))
     note = schema.get("description", "")
     return f"{text}. {note}" if note and note != _NOT_USED else text
 
@@ -178,7 +178,7 @@ def _kind(schema: dict[str, Any], defs: dict[str, Any]) -> str:
         case None:
             return "anything"
         case "array":
-            most = f"up to {schema['maxItems']:,} of: " if "maxItems" in schema else "a list of: "
+            most = f"a list, up to {schema['maxItems']:,}, of: " if "maxItems" in schema else "a list of: "
             return most + _values(schema["items"], defs)
         case "integer" | "number":
             return " ".join([f"{_article(schema['type'])}", *_bounds(schema)])

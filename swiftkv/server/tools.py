@@ -26,7 +26,7 @@ class FunctionDefinition(Body):
     name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
-    strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
+    strict: bool | None = Field(None, description="Accepted, not used")
 
     def for_template(self) -> dict[str, Any]:
         """Return the function as chat templates expect it: many fail without a description or parameters."""

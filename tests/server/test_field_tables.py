@@ -22,7 +22,9 @@ def test_the_document_has_the_tables_of_the_code() -> None:
         "| `temperature` | supported | a number from 0 to 100 |",
         "| `user` | accepted without effect | text, up to 1,024 characters |",
         "| `best_of` | refused | only `1` |",
-        "| `messages` | required | up to 4,096 of: a message |",
+        "| `messages` | required | a list, up to 4,096, of: a message |",
+        "| `input` | required | text; or a list, up to 4,096, of: see below |",
+        "| `strict` | accepted without effect | true or false |",
         "| `parsed` | accepted without effect | anything |",
     ],
 )

@@ -230,7 +230,7 @@ class ClientTool(CachedPart):
     name: FunctionName
     input_schema: dict[str, Any]
     description: Text | None = None
-    strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
+    strict: bool | None = Field(None, description="Accepted, not used")
     eager_input_streaming: bool | None = Field(None, description="Accepted, not used")
     defer_loading: bool | None = Field(None, description="Accepted, not used")
     allowed_callers: list[Label] | None = Field(None, description="Accepted, not used", max_length=LIMITS.tools)

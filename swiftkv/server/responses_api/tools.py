@@ -46,7 +46,7 @@ class FunctionTool(Body):
     name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
-    strict: bool | None = Field(None, description="Accepted, not used: see docs/tools.md")
+    strict: bool | None = Field(None, description="Accepted, not used")
     defer_loading: bool | None = Field(None, description="Accepted, not used")
 
     def for_chat(self, namespace: str | None = None) -> Tool:
