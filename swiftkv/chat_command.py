@@ -81,9 +81,10 @@ class Conversation:
         If openai raises an error, the message does not become part of the conversation.
         """
         asked: Any = {"role": "user", "content": _as_unicode(text)}
+        completions = self.client.chat.completions  # imports modules: before the clock of the answer starts
         answer = Answer()
         try:
-            with self.client.chat.completions.create(
+            with completions.create(
                 model=self.model,
                 messages=[*self.messages, asked],
                 max_completion_tokens=self.max_tokens,
