@@ -13,6 +13,7 @@ from torch import Tensor
 from swiftkv import _cpu
 from swiftkv._cpu import PackedLinear
 from swiftkv.kernels.cpu_attention import attention, prepare_batch, rope_write_kv
+from swiftkv.kernels.cpu_deferral import deferred, empty
 from swiftkv.kernels.cpu_experts import PackedExperts, add_experts, pack_experts, route
 from swiftkv.kernels.cpu_packing import keeps_codes, pack_linear
 from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation, norm_weight_kind
@@ -24,6 +25,7 @@ __all__ = [
     "add_experts",
     "add_gated_mlp",
     "attention",
+    "deferred",
     "embed",
     "gated_mlp",
     "keeps_codes",
@@ -59,7 +61,7 @@ def set_num_threads(n: int) -> None:
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
     """Return x [M, K] @ w.T + bias, [M, N]."""
-    out = x.new_empty((x.shape[0], w.out_features))
+    out = empty((x.shape[0], w.out_features), x.dtype)
     _multiply(x, w, None, 0.0, _cpu.Epilogue.STORE, out)
     return out
 
@@ -71,14 +73,14 @@ def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:
     """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
-    out = x.new_empty((x.shape[0], w.out_features))
+    out = empty((x.shape[0], w.out_features), x.dtype)
     _multiply(x, w, norm_weight, eps, _cpu.Epilogue.STORE, out)
     return out
 
 
 def gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> Tensor:
     """Return linear(a, down), [M, N], of the activation a of gate, up = norm_linear(x, norm, norm_eps, gate_up)."""
-    out = x.new_empty((x.shape[0], mlp.down.out_features))
+    out = empty((x.shape[0], mlp.down.out_features), x.dtype)
     _multiply_gated(x, mlp, _cpu.Epilogue.STORE, out)
     return out
 
@@ -90,7 +92,7 @@ def add_gated_mlp(x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
 
 def logits(x: Tensor, w: PackedLinear) -> Tensor:
     """Return x [M, K] @ w.T + bias in float32, [M, N]."""
-    out = torch.empty((x.shape[0], w.out_features), dtype=torch.float32)
+    out = empty((x.shape[0], w.out_features), torch.float32)
     _multiply(x, w, None, 0.0, _cpu.Epilogue.STORE, out)
     return out
 
@@ -100,7 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, k = x.shape
     check(x, x.dtype, (rows, k), "x")
     kind = norm_weight_kind(weight, x.dtype, k)
-    out = torch.empty_like(x)
+    out = empty((rows, k), x.dtype)
     _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), kind, eps, DTYPES[x.dtype], out.data_ptr())
     return out
 
@@ -110,7 +112,7 @@ def embed(token_ids: Tensor, table: Tensor) -> Tensor:
     vocab_size, k = table.shape
     check(token_ids, torch.int32, (token_ids.numel(),), "token_ids")
     check(table, table.dtype, (vocab_size, k), "table")
-    out = table.new_empty((token_ids.numel(), k))
+    out = empty((token_ids.numel(), k), table.dtype)
     _cpu.embed(
         token_ids.data_ptr(),
         token_ids.numel(),

@@ -20,6 +20,7 @@ import torch
 
 from swiftkv import _cpu
 from swiftkv.kernels.attention_spec import AttentionSpec
+from swiftkv.kernels.cpu_deferral import empty, held
 from swiftkv.kernels.cpu_tensors import DTYPES, norm_weight_kind
 
 
@@ -103,8 +104,8 @@ def attention(
 ) -> torch.Tensor:
     """Return causal attention of the step's queries over their sequences' KV (`Ops.attention`)."""
     assert qkv.is_contiguous()
-    wide_sinks = None if sinks is None else sinks.float().contiguous()
-    out = torch.empty((qkv.shape[0], spec.out_size), dtype=qkv.dtype)
+    wide_sinks = None if sinks is None else held(sinks.float().contiguous())
+    out = empty((qkv.shape[0], spec.out_size), qkv.dtype)
     _cpu.attention(
         _native_spec(spec, qkv.dtype),
         batch.native,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swiftkv import _cpu
+from swiftkv.kernels.cpu_deferral import empty
 from swiftkv.kernels.cpu_packing import pack_linear
 from swiftkv.kernels.cpu_tensors import DTYPES, check, native_activation
 from swiftkv.kernels.experts import Choices, ExpertLayer, ExpertWeights, Router
@@ -40,8 +41,8 @@ def route(logits: Tensor, router: Router, select_bias: Tensor | None = None) -> 
     check(logits, torch.float32, (rows, router.num_experts), "logits")
     if select_bias is not None:
         check(select_bias, torch.float32, (router.num_experts,), "select_bias")
-    experts = torch.empty((rows, router.top_k), dtype=torch.int32)
-    weights = torch.empty((rows, router.top_k), dtype=torch.float32)
+    experts = empty((rows, router.top_k), torch.int32)
+    weights = empty((rows, router.top_k), torch.float32)
     native = _cpu.Router(
         router.num_experts,
         router.top_k,

@@ -10,6 +10,7 @@ tensors of the weights' dtype, where the kernels run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -60,6 +61,14 @@ class Ops(Protocol[Packed, Experts, Batch]):
 
     def set_num_threads(self, n: int, /) -> None:
         """Share the work of every function between `n` threads of the host, the calling one included."""
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Return a context inside which this thread's calls of other functions may wait, until the end at the latest.
+
+        Their results have no values yet, but may be passed on to further calls. All other arguments must live until the
+        end, and nobody else may read or write what the calls write, or write what they read. Raises what a call raises;
+        then none of the later ones has an effect.
+        """
 
     def keeps_codes(self, dtype: torch.dtype, /) -> bool:
         """Return whether codes of matrices of `dtype` stay so in memory; otherwise they are unpacked."""

@@ -7,6 +7,8 @@ as in transformers' models.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +26,7 @@ __all__ = [
     "add_experts",
     "add_gated_mlp",
     "attention",
+    "deferred",
     "embed",
     "gated_mlp",
     "keeps_codes",
@@ -46,6 +49,11 @@ name = "triton"
 
 def set_num_threads(n: int) -> None:
     """Do nothing: a GPU shares its work between its multiprocessors by itself."""
+
+
+def deferred() -> AbstractContextManager[None]:
+    """Return a context that changes nothing: a GPU runs calls one after the other anyway."""
+    return nullcontext()
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:

@@ -15,6 +15,15 @@ def supported_isa() -> str:
 
 def num_threads() -> int: ...
 def set_num_threads(n: int) -> None: ...
+def begin_deferral() -> None:
+    """Have the kernels that this thread calls wait. Raises `RuntimeError` if they wait already."""
+
+def run_deferred() -> None:
+    """Run the kernels that wait, in the order of their calls. What they refer to must be alive."""
+
+def end_deferral() -> None:
+    """Drop the kernels that wait, and have none wait any more."""
+
 def forbid_tokens(
     logits: int, num_rows: int, vocab_size: int, rows: npt.NDArray[np.int32], bits: npt.NDArray[np.uint32]
 ) -> None: ...

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention.h"
+#include "deferral.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -69,7 +70,9 @@ void bind_attention(nb::module_& m) {
             const RopeArgs rope{address<const float>(cos_sin), rotary_dim,  address<const void>(q_norm),
                                 address<const void>(k_norm),   norm_weight, eps};
             nb::gil_scoped_release release;
-            rope_write_kv(spec.spec, batch, spec.dtype, rope, address<void>(qkv), address<void>(pool), layer);
+            Deferral::run_or_wait([=] {
+                rope_write_kv(spec.spec, batch, spec.dtype, rope, address<void>(qkv), address<void>(pool), layer);
+            });
         },
         "spec"_a, "batch"_a, "cos_sin"_a, "rotary_dim"_a, "q_norm"_a, "k_norm"_a, "norm_weight"_a, "eps"_a, "qkv"_a,
         "pool"_a, "layer"_a);
@@ -78,8 +81,10 @@ void bind_attention(nb::module_& m) {
         [](const TypedSpec& spec, const AttentionBatch& batch, uintptr_t qkv, uintptr_t pool, int layer,
            uintptr_t sinks, uintptr_t out) {
             nb::gil_scoped_release release;
-            attention(spec.spec, batch, spec.dtype, address<const void>(qkv), address<const void>(pool), layer,
-                      address<const float>(sinks), address<void>(out));
+            Deferral::run_or_wait([=] {
+                attention(spec.spec, batch, spec.dtype, address<const void>(qkv), address<const void>(pool), layer,
+                          address<const float>(sinks), address<void>(out));
+            });
         },
         "spec"_a, "batch"_a, "qkv"_a, "pool"_a, "layer"_a, "sinks"_a, "out"_a);
 }

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "deferral.h"
 #include "isa.h"
 #include "thread_pool.h"
 #include "token_mask.h"
@@ -50,6 +51,9 @@ NB_MODULE(_cpu, m) {
     m.def("set_num_threads", &swiftkv::set_num_threads, nb::arg("n"));
     m.def("forbid_tokens", &forbid_tokens, nb::arg("logits"), nb::arg("num_rows"), nb::arg("vocab_size"),
           nb::arg("rows"), nb::arg("bits"));
+    m.def("begin_deferral", &swiftkv::Deferral::begin);
+    m.def("run_deferred", &swiftkv::Deferral::run, nb::call_guard<nb::gil_scoped_release>());
+    m.def("end_deferral", &swiftkv::Deferral::end);
     swiftkv::bind_gemm(m);
     swiftkv::bind_attention(m);
     swiftkv::bind_experts(m);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "deferral.h"
 #include "experts.h"
 #include "router.h"
 
@@ -38,8 +39,10 @@ void bind_experts(nb::module_& m) {
         "route",
         [](const Router& router, uintptr_t logits, int64_t num_tokens, uintptr_t select_bias, uintptr_t experts,
            uintptr_t weights) {
-            route(router, at<const float>(logits), num_tokens, at<const float>(select_bias), at<int32_t>(experts),
-                  at<float>(weights));
+            Deferral::run_or_wait([=] {
+                route(router, at<const float>(logits), num_tokens, at<const float>(select_bias), at<int32_t>(experts),
+                      at<float>(weights));
+            });
         },
         "router"_a, "logits"_a, "num_tokens"_a, "select_bias"_a, "experts"_a, "weights"_a, no_gil);
 
@@ -56,9 +59,11 @@ void bind_experts(nb::module_& m) {
         "add_experts",
         [](const PackedExperts& experts, uintptr_t x, uintptr_t chosen, uintptr_t weights, int64_t num_tokens,
            int64_t top_k, uintptr_t tokens_per_expert, uintptr_t residual) {
-            add_experts(experts, at<const void>(x),
-                        {at<const int32_t>(chosen), at<const float>(weights), num_tokens, top_k},
-                        at<int64_t>(tokens_per_expert), at<void>(residual));
+            Deferral::run_or_wait([=, &experts] {
+                add_experts(experts, at<const void>(x),
+                            {at<const int32_t>(chosen), at<const float>(weights), num_tokens, top_k},
+                            at<int64_t>(tokens_per_expert), at<void>(residual));
+            });
         },
         "experts"_a, "x"_a, "chosen"_a, "weights"_a, "num_tokens"_a, "top_k"_a, "tokens_per_expert"_a, "residual"_a,
         no_gil);

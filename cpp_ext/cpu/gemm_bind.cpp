@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "deferral.h"
 #include "gemm.h"
 
 namespace nb = nanobind;
@@ -101,8 +102,10 @@ void bind_gemm(nb::module_& m) {
         "linear",
         [](const PackedLinear& weights, uintptr_t x, int64_t rows, uintptr_t norm_weight, NormWeight norm_kind,
            float eps, Epilogue epilogue, DType out_dtype, uintptr_t out) {
-            linear(weights, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), epilogue, out_dtype,
-                   at<void>(out));
+            Deferral::run_or_wait([=, &weights] {
+                linear(weights, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), epilogue, out_dtype,
+                       at<void>(out));
+            });
         },
         "weights"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "epilogue"_a, "out_dtype"_a, "out"_a,
         no_gil);
@@ -110,8 +113,10 @@ void bind_gemm(nb::module_& m) {
         "gated_mlp",
         [](const PackedLinear& gate_up, const PackedLinear& down, uintptr_t x, int64_t rows, uintptr_t norm_weight,
            NormWeight norm_kind, float eps, const GatedActivation& gated, Epilogue epilogue, uintptr_t out) {
-            gated_mlp(gate_up, down, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), gated, epilogue,
-                      at<void>(out));
+            Deferral::run_or_wait([=, &gate_up, &down] {
+                gated_mlp(gate_up, down, at<const void>(x), rows, norm_at(norm_weight, norm_kind, eps), gated, epilogue,
+                          at<void>(out));
+            });
         },
         "gate_up"_a, "down"_a, "x"_a, "rows"_a, "norm_weight"_a, "norm_kind"_a, "eps"_a, "gated"_a, "epilogue"_a,
         "out"_a, no_gil);
@@ -119,13 +124,17 @@ void bind_gemm(nb::module_& m) {
         "rms_norm",
         [](uintptr_t x, int64_t rows, int64_t k, uintptr_t weight, NormWeight kind, float eps, DType dtype,
            uintptr_t out) {
-            rms_norm(at<const void>(x), rows, k, {at<const void>(weight), kind, eps}, dtype, at<void>(out));
+            Deferral::run_or_wait([=] {
+                rms_norm(at<const void>(x), rows, k, {at<const void>(weight), kind, eps}, dtype, at<void>(out));
+            });
         },
         "x"_a, "rows"_a, "k"_a, "weight"_a, "kind"_a, "eps"_a, "dtype"_a, "out"_a, no_gil);
     m.def(
         "embed",
         [](uintptr_t ids, int64_t count, uintptr_t table, int64_t vocab_size, int64_t row_bytes, uintptr_t out) {
-            embed(at<const int32_t>(ids), count, at<const void>(table), vocab_size, row_bytes, at<void>(out));
+            Deferral::run_or_wait([=] {
+                embed(at<const int32_t>(ids), count, at<const void>(table), vocab_size, row_bytes, at<void>(out));
+            });
         },
         "ids"_a, "count"_a, "table"_a, "vocab_size"_a, "row_bytes"_a, "out"_a, no_gil);
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from swiftkv.models.batch import ModelInput
     from swiftkv.models.loader import Packer
     from swiftkv.models.parallel import Ranks
+
+_LAYERS_AT_ONCE = 4
+"""The layers whose kernels may be deferred together. The results of all of them take memory meanwhile."""
+_MAX_DEFERRED_TOKENS = 128
+"""The longest step whose kernels are deferred. In longer ones there is little to gain, and results are large."""
 
 Batches = Sequence[Sequence[Any]]
 """A step's attention as the kernels prepared it: for each layer-stream buffer, for each KV group."""
@@ -113,12 +119,20 @@ class AttentionPart(Protocol):
     def add_to(self, hidden: Tensor, kv: StepKV) -> None:
         """Add attention over the normalised `hidden` [T, hidden_size] to it; write and read the layer's KV."""
 
+    @property
+    def is_deferrable(self) -> bool:
+        """Say whether kernels alone compute it, which may be `Ops.deferred`."""
+
 
 class MlpPart(Protocol):
     """The second half of a layer."""
 
     def add_to(self, hidden: Tensor) -> None:
         """Add the MLP of the normalised `hidden` [T, hidden_size] to it."""
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Say whether kernels alone compute it, which may be `Ops.deferred`."""
 
     @property
     def tokens_per_expert(self) -> Tensor | None:
@@ -204,6 +218,7 @@ class LayeredDecoder(ABC):
             self.layer(LayerSource(config, place, cos_sin[place.group], packer, ranks))
             for place in kv_places(groups, self.specs)
         )
+        self._is_deferrable = all(layer.attention.is_deferrable and layer.mlp.is_deferrable for layer in self._layers)
         self._embedding = packer.tensor("model.embed_tokens.weight")  # [vocab_size, hidden_size]
         self._embedding_scale = packer.rounded(config.embedding_scale)
         self._final_norm = packer.norm("model.norm.weight")  # [hidden_size]
@@ -241,10 +256,13 @@ class LayeredDecoder(ABC):
         hidden = self.ops.embed(token_ids, self._embedding)  # [T, hidden_size]
         if self._embedding_scale != 1:
             hidden *= self._embedding_scale
-        for layer in self._layers:
-            layer.attention.add_to(hidden, kv)
-            layer.mlp.add_to(hidden)
-            PROGRESS.tick()
+        defers = self._is_deferrable and stream is NO_STREAM and len(hidden) <= _MAX_DEFERRED_TOKENS
+        for begin in range(0, len(self._layers), _LAYERS_AT_ONCE):
+            with self.ops.deferred() if defers else nullcontext():
+                for layer in self._layers[begin : begin + _LAYERS_AT_ONCE]:
+                    layer.attention.add_to(hidden, kv)
+                    layer.mlp.add_to(hidden)
+                    PROGRESS.tick()
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -82,13 +82,18 @@ class Ranks:
     communicator: Communicator
     vocab_size: int
 
+    @property
+    def is_alone(self) -> bool:
+        """Say whether the model is not divided."""
+        return self.communicator.size == 1
+
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         """Return the sum of all ranks' products, [M, N]; `x` and `w` are this rank's part of the inputs."""
         return self._sum(self.ops.linear(x, w))
 
     def linear_residual(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
         """Add all ranks' products to `residual` [M, N]; `x` and `w` are this rank's part of the inputs."""
-        if self.communicator.size == 1:
+        if self.is_alone:
             self.ops.linear_residual(x, w, residual)
         else:
             add_all(residual, self.ops.linear(x, w), self.communicator)
@@ -99,14 +104,14 @@ class Ranks:
 
     def add_gated_mlp(self, x: Tensor, mlp: PackedMlp[PackedLinear]) -> None:
         """Add all ranks' gated MLPs of x [M, K] to x; the weights are this rank's part of them."""
-        if self.communicator.size == 1:
+        if self.is_alone:
             self.ops.add_gated_mlp(x, mlp)
         else:
             add_all(x, self.ops.gated_mlp(x, mlp), self.communicator)
 
     def add_experts(self, x: Tensor, choices: Choices, experts: PackedExperts, residual: Tensor) -> None:
         """Add all ranks' experts to `residual` [T, hidden_size]; `experts` are this rank's parts of all of them."""
-        if self.communicator.size == 1:
+        if self.is_alone:
             self.ops.add_experts(x, choices, experts, residual)
         else:
             partial = torch.zeros_like(residual)
@@ -115,7 +120,7 @@ class Ranks:
 
     def logits(self, x: Tensor, w: PackedLinear) -> Tensor:
         """Return all logits [M, vocab_size] on rank 0, [M, 0] elsewhere; `w` is this rank's part of the vocabulary."""
-        if self.communicator.size == 1:
+        if self.is_alone:
             return self.ops.logits(x, w)
         parts = self.communicator.gather(self.ops.logits(x, w))  # [size, M, vocab_size / size]
         if parts is None:
@@ -123,7 +128,7 @@ class Ranks:
         return parts.transpose(0, 1).reshape(len(x), -1)[:, : self.vocab_size].contiguous()
 
     def _sum(self, product: Tensor) -> Tensor:
-        if self.communicator.size == 1:
+        if self.is_alone:
             return product
         total = torch.zeros_like(product)
         add_all(total, product, self.communicator)

@@ -50,6 +50,10 @@ class Attention:
         else:
             hidden += ops.rms_norm(self.ranks.linear(attended, self.out), self.post_norm, self.norm_eps)
 
+    @property
+    def is_deferrable(self) -> bool:
+        return self.ranks.is_alone and self.post_norm is None and self.value_scale == 1
+
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
@@ -65,6 +69,10 @@ class GatedMlp:
         else:
             added = self.ranks.gated_mlp(hidden, self.mlp)
             hidden += self.ranks.ops.rms_norm(added, self.post_norm, self.mlp.norm_eps)
+
+    @property
+    def is_deferrable(self) -> bool:
+        return self.ranks.is_alone and self.post_norm is None
 
     @property
     def tokens_per_expert(self) -> None:
@@ -88,6 +96,10 @@ class ExpertMlp:
         normed = ops.rms_norm(hidden, self.norm, self.norm_eps)
         choices = ops.route(ops.logits(normed, self.gate), self.router, self.select_bias)
         self.ranks.add_experts(normed, choices, self.experts, hidden)
+
+    @property
+    def is_deferrable(self) -> bool:
+        return self.ranks.is_alone
 
     @property
     def tokens_per_expert(self) -> Tensor:
