@@ -73,7 +73,9 @@ class CoordinatorClient:
         self._decoder: msgspec.msgpack.Decoder[ToAdmin] = msgspec.msgpack.Decoder(ToAdmin)
 
     def close(self) -> None:
-        """Close the socket; `receive` must have ended."""
+        """Close the socket, and end the questions that wait for an answer; `receive` must have ended."""
+        for answer in self._waiting.values():
+            answer.cancel()
         self._socket.close()
         self._context.term()
 
@@ -90,6 +92,7 @@ class CoordinatorClient:
         return answer
 
     async def _ask(self, request: Callable[[int], FromAdmin], timeout_s: float) -> ToAdmin:
+        self._check_open()
         request_id = next(self._request_ids)
         self._waiting[request_id] = asyncio.get_running_loop().create_future()
         try:
@@ -104,8 +107,18 @@ class CoordinatorClient:
                 code="engine_unavailable",
                 retry_after_s=_RETRY_S,
             ) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            assert task is not None
+            if not task.cancelling():
+                self._check_open()  # what was awaited is cancelled, not this task: `close` does that
+            raise
         finally:
             del self._waiting[request_id]
+
+    def _check_open(self) -> None:
+        if self._socket.closed:
+            raise ApiError(503, f"model '{self._name}' was removed meanwhile", code="engine_unavailable")
 
     async def receive(self) -> NoReturn:
         """Take the coordinator's answers, until cancelled. Raises if one cannot be read."""
