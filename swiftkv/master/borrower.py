@@ -321,7 +321,8 @@ class Borrower:
 
     def _on_exit(self, peer: LenderPeer) -> None:
         """Give up the extents of a dead lender. The engine detaches its pool once no step needs it."""
-        _log.warning("%s has ended; the blocks that it lent are lost", peer.spec.name)
+        if any(link.ledger.held + link.ledger.recalled for link in peer.links):
+            _log.warning("%s has ended; the blocks that it lent are lost", peer.spec.name)
         for link in peer.links:
             self._scheduler.lose(link.number)
             self._count_given_back(link, link.ledger.lender_died())
