@@ -38,6 +38,7 @@ __all__ = [
     "pack_linear",
     "prepare_batch",
     "rms_norm",
+    "rms_norm_residual",
     "rope_write_kv",
     "route",
     "set_num_threads",
@@ -105,6 +106,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = empty((rows, k), x.dtype)
     _cpu.rms_norm(x.data_ptr(), rows, k, weight.data_ptr(), kind, eps, DTYPES[x.dtype], out.data_ptr())
     return out
+
+
+def rms_norm_residual(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+    """Add rms_norm(x [M, K], weight [K], eps) to `residual` [M, K] in place; both norm and sum are rounded."""
+    rows, k = x.shape
+    check(x, x.dtype, (rows, k), "x")
+    check(residual, x.dtype, (rows, k), "residual")
+    kind = norm_weight_kind(weight, x.dtype, k)
+    _cpu.rms_norm_residual(x.data_ptr(), rows, k, weight.data_ptr(), kind, eps, DTYPES[x.dtype], residual.data_ptr())
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:

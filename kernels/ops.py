@@ -97,6 +97,9 @@ class Ops(Protocol[Packed, Experts, Batch]):
         float32 weight and another dtype of `x`, only the product is rounded, as in Gemma. So do all norms below.
         """
 
+    def rms_norm_residual(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+        """Add rms_norm(x [M, K], weight [K], eps) to `residual` [M, K] in place; both norm and sum are rounded."""
+
     def norm_linear(self, x: Tensor, norm_weight: Tensor, eps: float, w: Packed) -> Tensor:
         """Return linear(rms_norm(x [M, K], norm_weight [K], eps), w), [M, N]."""
 

@@ -45,6 +45,7 @@ __all__ = [
     "pack_linear",
     "prepare_batch",
     "rms_norm",
+    "rms_norm_residual",
     "rope_write_kv",
     "route",
     "set_num_threads",
@@ -146,6 +147,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(_accumulator(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
+
+
+def rms_norm_residual(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+    """Add rms_norm(x [M, K], weight [K], eps) to `residual` [M, K] in place; both norm and sum are rounded."""
+    residual += rms_norm(x, weight, eps)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:

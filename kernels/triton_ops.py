@@ -39,6 +39,7 @@ __all__ = [
     "pack_linear",
     "prepare_batch",
     "rms_norm",
+    "rms_norm_residual",
     "rope_write_kv",
     "route",
     "set_num_threads",
@@ -68,6 +69,11 @@ def linear_residual(x: Tensor, w: PackedLinear, residual: Tensor) -> None:
     if w.bias is not None:
         residual += w.bias
     residual.addmm_(x, w.weight.t())
+
+
+def rms_norm_residual(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:
+    """Add rms_norm(x [M, K], weight [K], eps) to `residual` [M, K] in place; both norm and sum are rounded."""
+    residual += rms_norm(x, weight, eps)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, w: PackedLinear) -> Tensor:

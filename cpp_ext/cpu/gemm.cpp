@@ -45,6 +45,25 @@ void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype,
         row_grain(k));
 }
 
+void rms_norm_residual(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* residual) {
+    const ElementwiseKernels& kernels = elementwise_kernels(active_isa());
+    const auto normalise = kernels.rms_norm[static_cast<int>(norm.kind)][static_cast<int>(dtype)];
+    const auto add = kernels.add_weighted[static_cast<int>(dtype)];
+    const int64_t stride = k * item_size(dtype);
+    parallel_for(
+        rows,
+        [&](int64_t begin, int64_t end, int) {
+            thread_local Scratch scratch;
+            const void* row = scratch.reserve(stride);
+            constexpr float kOnce = 1.0f;
+            for (int64_t r = begin; r < end; ++r) {
+                normalise(static_cast<const char*>(x) + r * stride, norm.weight, norm.eps, k, scratch.reserve(stride));
+                add(&row, &kOnce, 1, k, static_cast<char*>(residual) + r * stride);
+            }
+        },
+        row_grain(k));
+}
+
 void embed(const int32_t* ids, int64_t count, const void* table, int64_t vocab_size, int64_t row_bytes, void* out) {
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= vocab_size)

@@ -27,6 +27,9 @@ void gated_mlp(const PackedLinear& gate_up, const PackedLinear& down, const void
 // out[rows, k] = rms_norm(x[rows, k]); see ElementwiseKernels.
 void rms_norm(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* out);
 
+// residual[rows, k] += rms_norm(x[rows, k]), which is rounded before.
+void rms_norm_residual(const void* x, int64_t rows, int64_t k, RmsNorm norm, DType dtype, void* residual);
+
 // out[i] = table[ids[i]]. Throws std::out_of_range for an id outside [0, vocab_size).
 void embed(const int32_t* ids, int64_t count, const void* table, int64_t vocab_size, int64_t row_bytes, void* out);
 

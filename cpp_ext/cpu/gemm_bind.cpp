@@ -130,6 +130,16 @@ void bind_gemm(nb::module_& m) {
         },
         "x"_a, "rows"_a, "k"_a, "weight"_a, "kind"_a, "eps"_a, "dtype"_a, "out"_a, no_gil);
     m.def(
+        "rms_norm_residual",
+        [](uintptr_t x, int64_t rows, int64_t k, uintptr_t weight, NormWeight kind, float eps, DType dtype,
+           uintptr_t residual) {
+            Deferral::run_or_wait([=] {
+                rms_norm_residual(at<const void>(x), rows, k, {at<const void>(weight), kind, eps}, dtype,
+                                  at<void>(residual));
+            });
+        },
+        "x"_a, "rows"_a, "k"_a, "weight"_a, "kind"_a, "eps"_a, "dtype"_a, "residual"_a, no_gil);
+    m.def(
         "embed",
         [](uintptr_t ids, int64_t count, uintptr_t table, int64_t vocab_size, int64_t row_bytes, uintptr_t out) {
             Deferral::run_or_wait([=] {

@@ -48,11 +48,11 @@ class Attention:
         if self.post_norm is None:
             self.ranks.linear_residual(attended, self.out, hidden)
         else:
-            hidden += ops.rms_norm(self.ranks.linear(attended, self.out), self.post_norm, self.norm_eps)
+            ops.rms_norm_residual(self.ranks.linear(attended, self.out), self.post_norm, self.norm_eps, hidden)
 
     @property
     def is_deferrable(self) -> bool:
-        return self.ranks.is_alone and self.post_norm is None and self.value_scale == 1
+        return self.ranks.is_alone and self.value_scale == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class GatedMlp:
             self.ranks.add_gated_mlp(hidden, self.mlp)
         else:
             added = self.ranks.gated_mlp(hidden, self.mlp)
-            hidden += self.ranks.ops.rms_norm(added, self.post_norm, self.mlp.norm_eps)
+            self.ranks.ops.rms_norm_residual(added, self.post_norm, self.mlp.norm_eps, hidden)
 
     @property
     def is_deferrable(self) -> bool:
-        return self.ranks.is_alone and self.post_norm is None
+        return self.ranks.is_alone
 
     @property
     def tokens_per_expert(self) -> None:

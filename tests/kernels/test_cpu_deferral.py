@@ -68,6 +68,7 @@ class Layer:
         del attended
         more = cpu.gated_mlp(cpu.linear(hidden, IDENTITY), self.mlp)
         cpu.add_gated_mlp(hidden, self.mlp)
+        cpu.rms_norm_residual(more, self.norm, EPS, hidden)
         normed = cpu.rms_norm(hidden, self.norm, EPS)
         choices = cpu.route(cpu.logits(normed, self.gate), ROUTER)
         cpu.add_experts(normed, choices, self.experts, hidden)

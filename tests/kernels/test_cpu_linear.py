@@ -175,6 +175,16 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
     assert_close(cpu.rms_norm(x, weight, EPS), exact_norm(x, weight), dtype, slack=4)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 100, 2048])
+def test_a_norm_that_is_added_is_rounded_before(k: int, dtype: torch.dtype) -> None:
+    x, residual = draw(70, k, dtype=dtype) * 3, draw(70, k, dtype=dtype)
+    for weight in (draw(k, dtype=dtype), 1 + draw(k, dtype=torch.float32)):
+        expected = residual + cpu.rms_norm(x, weight, EPS)
+        cpu.rms_norm_residual(x, weight, EPS, residual)
+        assert torch.equal(residual, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_norm_with_a_float32_weight_is_rounded_once(dtype: torch.dtype) -> None:
     x, weight = draw(70, 100, dtype=dtype) * 3, 1 + draw(100, dtype=torch.float32)
