@@ -5,8 +5,8 @@
 #include <vector>
 
 // Kernel calls that wait for each other. Weights that pass through the caches drive the caller's interpreter out of
-// them, so that it takes 40 to 70 µs from one kernel to the next, at the side of idle threads. Calls that are made
-// first, all at once, and run later, in one loop, take less than one.
+// them, so that 40 to 70 µs pass between one kernel and the next, in which the other threads have nothing to do. If all
+// calls are made first, and run later in one loop, it is less than 1 µs.
 namespace swiftkv {
 
 class Deferral {

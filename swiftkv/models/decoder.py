@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from swiftkv.models.parallel import Ranks
 
 _LAYERS_AT_ONCE = 4
-"""The layers whose kernels may be deferred together. The results of all of them take memory meanwhile."""
-_MAX_DEFERRED_TOKENS = 128
-"""The longest step whose kernels are deferred. In longer ones there is little to gain, and results are large."""
+"""The layers whose kernels may be deferred together, in steps of at most `_FEW_TOKENS`; in longer ones it is one layer,
+because the results of all kernels that wait take memory."""
+_FEW_TOKENS = 128
 
 Batches = Sequence[Sequence[Any]]
 """A step's attention as the kernels prepared it: for each layer-stream buffer, for each KV group."""
@@ -256,10 +256,11 @@ class LayeredDecoder(ABC):
         hidden = self.ops.embed(token_ids, self._embedding)  # [T, hidden_size]
         if self._embedding_scale != 1:
             hidden *= self._embedding_scale
-        defers = self._is_deferrable and stream is NO_STREAM and len(hidden) <= _MAX_DEFERRED_TOKENS
-        for begin in range(0, len(self._layers), _LAYERS_AT_ONCE):
+        defers = self._is_deferrable and stream is NO_STREAM
+        at_once = _LAYERS_AT_ONCE if len(hidden) <= _FEW_TOKENS else 1
+        for begin in range(0, len(self._layers), at_once):
             with self.ops.deferred() if defers else nullcontext():
-                for layer in self._layers[begin : begin + _LAYERS_AT_ONCE]:
+                for layer in self._layers[begin : begin + at_once]:
                     layer.attention.add_to(hidden, kv)
                     layer.mlp.add_to(hidden)
                     PROGRESS.tick()

@@ -26,13 +26,12 @@ def test_deferred_layers_give_the_same_bits(architecture: str, tmp_path: Path) -
     make_checkpoint(tmp_path, architecture)
     decoder = load_decoder(read_config(tmp_path), MappedWeights(tmp_path), torch.bfloat16, "cpu", 128)
     deferred = mock.Mock(wraps=decoder.ops.deferred)
-    with mock.patch.object(decoder.ops, "deferred", deferred):
+    with mock.patch.object(decoder.ops, "deferred", deferred), mock.patch.object(decoder_module, "_FEW_TOKENS", 10):
         got = PagedRunner(decoder).run(PROMPTS, CHUNKS)
-        is_deferred = deferred.called
-        with mock.patch.object(decoder_module, "_MAX_DEFERRED_TOKENS", 0):
-            deferred.reset_mock()
+        assert deferred.called == (architecture not in AT_ONCE)
+        deferred.reset_mock()
+        with mock.patch.object(decoder, "_is_deferrable", False):
             wanted = PagedRunner(decoder).run(PROMPTS, CHUNKS)
-            assert not deferred.called
+        assert not deferred.called
     for name in PROMPTS:
         assert torch.equal(got[name], wanted[name])
-    assert is_deferred == (architecture not in AT_ONCE)
