@@ -7,14 +7,12 @@ as in transformers' models.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from swiftkv.kernels.ops import PackedMlp
-from swiftkv.kernels.reference import PackedLinear, keeps_codes, pack_linear
+from swiftkv.kernels.reference import PackedLinear, deferred, keeps_codes, pack_linear
 from swiftkv.kernels.reference_experts import PackedExperts, pack_experts, route
 from swiftkv.kernels.triton_attention import attention, prepare_batch
 from swiftkv.kernels.triton_elementwise import gated, rms_norm, rope_write_kv
@@ -50,11 +48,6 @@ name = "triton"
 
 def set_num_threads(n: int) -> None:
     """Do nothing: a GPU shares its work between its multiprocessors by itself."""
-
-
-def deferred() -> AbstractContextManager[None]:
-    """Return a context that changes nothing: a GPU runs calls one after the other anyway."""
-    return nullcontext()
 
 
 def linear(x: Tensor, w: PackedLinear) -> Tensor:
