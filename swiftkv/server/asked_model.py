@@ -35,11 +35,11 @@ async def awake(request: Request, models: ModelTable, model: ModelHandle) -> Mod
     ended.
     """
     while model.must_wake:
-        await unless_gone(request, model.sleeper.wake_for_request())
+        await unless_gone(request.receive, model.sleeper.wake_for_request())
         model = as_sent(request, models.get(model.name))
     return model
 
 
 async def in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
     """Do `work` in the model's threads, unless the client hangs up before it has begun."""
-    return await unless_gone(request, model.threads.run(work, request.state.num_body_bytes))
+    return await unless_gone(request.receive, model.threads.run(work, request.state.num_body_bytes))

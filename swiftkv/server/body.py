@@ -123,7 +123,7 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
             body = parse()
         else:  # joining 16 MiB takes milliseconds, too
             threads: BoundedThreads = request.app.state.body_threads
-            body = await unless_gone(request, threads.run(parse, num_bytes))
+            body = await unless_gone(request.receive, threads.run(parse, num_bytes))
         request.state.reading_s = time.perf_counter() - came_s
         return body
 

@@ -50,6 +50,7 @@ from swiftkv.server.outlook import Outlook
 from swiftkv.server.tenant_places import limit_met
 from swiftkv.server.tenants import Sender
 
+_ROUNDS_TO_WRITE = 5  # of the event loop, from a token that was handed on to its last write
 _FINISH_REASONS = {FINISH_STOP: "stop", FINISH_LENGTH: "length"}
 
 
@@ -321,6 +322,8 @@ class EngineClient:
             await asyncio.sleep(0)  # `recv` does not yield while messages lie ready, and others use this event loop
             match message:
                 case StepOutput():
+                    if not message.request_ids:
+                        await _let_write()
                     self._on_step(message)
                 case RequestError():
                     self._on_error(message)
@@ -459,3 +462,9 @@ class EngineClient:
             self._forget(request_id, "error")
             sequence.generation.fail(sequence.index, error)
         return [request_id for request_id, _ in failed]
+
+
+async def _let_write() -> None:
+    """Let tokens that were handed on be written: figures alone can wait, and taking them in may take a millisecond."""
+    for _ in range(_ROUNDS_TO_WRITE):
+        await asyncio.sleep(0)

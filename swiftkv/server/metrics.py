@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -182,6 +183,15 @@ class ModelMetrics:
         self._engine_totals: dict[Counter, int] = {}
         """The counts of the engine that runs now, as last reported: a restarted engine counts from zero again."""
 
+    @cached_property
+    def _step_times(self) -> dict[str, Gauge]:
+        """The costs of steps; shown once the engine knows them."""
+        return self._by_label(self._metrics.labelled_gauges, "swiftkv:step_time_seconds", STEP_TIME_TERMS)
+
+    @cached_property
+    def _token_ratios(self) -> dict[str, Gauge]:
+        return self._by_label(self._metrics.labelled_gauges, "swiftkv:step_time_token_ratio", TOKEN_POINTS)
+
     def _by_label(self, metrics: Mapping[str, M], key: str, values: Iterable[str]) -> dict[str, M]:
         return {value: metrics[key].labels(*label_values(key, self._name, value)) for value in values}
 
@@ -198,12 +208,10 @@ class ModelMetrics:
         for layer, factor in stats.expert_load_factors.items():
             expert_load.labels(self._name, str(layer)).set(factor)
         if stats.usual_step_time_s:
-            step_time = self._metrics.labelled_gauges["swiftkv:step_time_seconds"]
-            for term, seconds in zip(STEP_TIME_TERMS, stats.usual_step_time_s, strict=True):
-                step_time.labels(self._name, term).set(seconds)
-            token_ratio = self._metrics.labelled_gauges["swiftkv:step_time_token_ratio"]
-            for tokens, ratio in zip(TOKEN_POINTS, stats.usual_token_ratios, strict=True):
-                token_ratio.labels(self._name, tokens).set(ratio)
+            for gauge, seconds in zip(self._step_times.values(), stats.usual_step_time_s, strict=True):
+                gauge.set(seconds)
+            for gauge, ratio in zip(self._token_ratios.values(), stats.usual_token_ratios, strict=True):
+                gauge.set(ratio)
         self._metrics.engine_histograms.observe(self._name, stats)
         self._metrics.blocks.observe(self._name, stats.groups)
         self._metrics.tiers.observe(self._name, stats.tier)

@@ -142,7 +142,7 @@ async def _answer(
     while prepared_for is not model.tokenizer:  # it was reloaded meanwhile
         targets = wanted_targets(model, body, asked_targets(request.headers))
         check(model, body, targets)
-        prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
+        prepared = await unless_gone(request.receive, prepare(model, body, request.state.num_body_bytes))
         prepared_for = model.tokenizer
         is_awake &= not model.must_wake
         model = await awake(request, models, model)  # it may have been put to sleep while nothing was in flight

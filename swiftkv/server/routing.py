@@ -99,6 +99,6 @@ def _load(rank: int, model: ModelHandle, throughput: _Throughput) -> Load:
 
 
 async def _rendered(request: Request, model: ModelHandle, body: CompletionBody | ChatBody) -> list[RenderedPrompt]:
-    prepared = await unless_gone(request, prepare(model, body, request.state.num_body_bytes))
+    prepared = await unless_gone(request.receive, prepare(model, body, request.state.num_body_bytes))
     kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return [RenderedPrompt(f"{kind}-{uuid4().hex}", model.name, prompt.token_ids) for prompt in prepared.prompts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 from swiftkv.server.answer import Answer
 from swiftkv.server.choices import Delta, deltas
 from swiftkv.server.errors import ApiError
-from swiftkv.server.generation import Generation
 
 T = TypeVar("T")
 
@@ -33,23 +33,24 @@ def json_response(body: Struct | Sequence[Struct], status: int = 200) -> Respons
     return Response(_encoder.encode(body), status, media_type="application/json")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result, but cancel it when the client hangs up.
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` and return its result, but cancel it when the client hangs up, as the request's `receive` tells.
 
     Raises:
         ClientGone: the client hung up.
     """
     working = asyncio.ensure_future(work)
-    listening = asyncio.ensure_future(_disconnected(request))
+    listening = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientGone
     finally:
-        working.cancel()
-        listening.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
+        is_quick = working.done() and listening.cancel()  # nothing has to be waited for
+        if not is_quick:
+            working.cancel()
+            await asyncio.gather(working, listening, return_exceptions=True)
 
 
 async def whole_answer(request: Request, answer: Answer) -> Response:
@@ -60,7 +61,7 @@ async def whole_answer(request: Request, answer: Answer) -> Response:
             answer.add(batch)
 
     with answer.generation:
-        await unless_gone(request, collect())
+        await unless_gone(request.receive, collect())
     # Prompt logprobs of a long prompt are a million numbers.
     return await asyncio.to_thread(lambda: json_response(answer.whole()))
 
@@ -69,24 +70,23 @@ async def streamed_answer(request: Request, answer: Answer) -> Response:
     """Stream an answer from its first token on, so that a failure before that still gets its HTTP status."""
     batches = deltas(answer.generation, answer.choices)
     try:
-        first = await unless_gone(request, _next(batches))
+        first = await unless_gone(request.receive, _next(batches))
+        beginning = await _chunk_bytes(answer, first)
     except BaseException:
         answer.generation.close()
         raise
-    return _EventStream(_events(answer, first, batches), answer.generation)
+    return _EventStream(answer, beginning, batches)
 
 
-async def _events(answer: Answer, first: Sequence[Delta], batches: AsyncIterator[list[Delta]]) -> AsyncIterator[bytes]:
-    batch: Sequence[Delta] | None = first
-    is_written = False
+async def _later_events(answer: Answer, batches: AsyncIterator[list[Delta]], *, is_first: bool) -> AsyncIterator[bytes]:
+    """Yield what follows the beginning of a stream. `is_first`: nothing has been written yet."""
     try:
-        while batch is not None:
-            if events := await _chunk_bytes(answer, batch):  # none while the text may begin a stop string
+        async for batch in batches:
+            if events := await _chunk_bytes(answer, batch):
                 yield events
-                if not is_written:
+                if is_first:
                     answer.note_first_written()
-                    is_written = True
-            batch = await anext(batches, None)
+                    is_first = False
         if events := await _event_bytes(answer, answer.closing, is_small=answer.has_small_closing):
             yield events
     except ApiError as error:
@@ -109,19 +109,32 @@ async def _event_bytes(answer: Answer, make: Callable[[], list[Struct]], *, is_s
 class _EventStream(StreamingResponse):
     """Ends the generation however the response ends: done, failed, or the client gone."""
 
-    def __init__(self, events: AsyncIterator[bytes], generation: Generation) -> None:
+    def __init__(self, answer: Answer, beginning: bytes, batches: AsyncIterator[list[Delta]]) -> None:
+        """`beginning` has the events of the first batch; it is empty while the text may begin a stop string."""
+        events = _later_events(answer, batches, is_first=not beginning)
         super().__init__(events, headers=STREAM_HEADERS, media_type="text/event-stream")
-        self._generation = generation
+        self._answer = answer
+        self._beginning = beginning
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
-            await super().__call__(scope, receive, send)
+        """Send the first token before anything else: starting tasks takes a millisecond while a model computes."""
+        with self._answer.generation, contextlib.suppress(ClientGone):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if self._beginning:
+                await send({"type": "http.response.body", "body": self._beginning, "more_body": True})
+                self._answer.note_first_written()
+            await unless_gone(receive, self._send_rest(send))
+
+    async def _send_rest(self, send: Send) -> None:
+        async for events in self.body_iterator:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _next(batches: AsyncIterator[list[Delta]]) -> list[Delta]:
     return await anext(batches)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

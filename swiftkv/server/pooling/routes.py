@@ -40,7 +40,7 @@ def pooling_router(models: ModelTable) -> APIRouter:
         model.check_task(*tasks)
         model = await awake(request, models, model)
         check_admission(model, body.priority)
-        content = await unless_gone(request, answer(model, body, request.state.num_body_bytes, record))
+        content = await unless_gone(request.receive, answer(model, body, request.state.num_body_bytes, record))
         return Response(content, media_type="application/json")
 
     @router.post(
