@@ -24,6 +24,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+from lean_client import exchange, request_bytes
 from lending_node import (
     EXTRA,
     Node,
@@ -40,7 +41,7 @@ from lending_node import (
 )
 
 from swiftkv._core import StepTime, StepWork
-from swiftkv.bench.client import Target, TimedAnswer, send
+from swiftkv.bench.client import Target, TimedAnswer
 from swiftkv.bench.traces import BLOCK_TOKENS, Arrival
 from swiftkv.planning.models import SizedPlan
 from swiftkv.simulate.simulator import Outcome, longest_alone, make_scheduler, simulate
@@ -48,7 +49,7 @@ from swiftkv.simulate.step_times import make_gateway_time, make_step_time, parse
 
 VOCAB = (300, 500)
 MODEL = "real"
-_HTTP_TIMEOUT_S = 900.0
+_TIMEOUT_S = 900.0  # after the last request
 _LENGTHS = (16, 1500)  # of prompts
 _ANSWERS = (2, 80)
 
@@ -89,15 +90,15 @@ def alone_s(step_time: StepTime, arrival: Arrival) -> float:
 async def replay(node: Node, arrivals: Sequence[Arrival], tokens: Tokens) -> list[TimedAnswer]:
     """Send each request at its time, even if earlier ones have not been answered."""
     target = Target(f"{node.url}/v1/completions", MODEL, extra_body=EXTRA)
-    async with httpx.AsyncClient(timeout=_HTTP_TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
-        prompts = [tokens.fresh(arrival.input_tokens) for arrival in arrivals]
-        begin_s = asyncio.get_running_loop().time()
+    requests = [request_bytes(target, tokens.fresh(each.input_tokens), each.output_tokens) for each in arrivals]
+    begin_s = asyncio.get_running_loop().time()
 
-        async def one(arrival: Arrival, prompt: list[int]) -> TimedAnswer:
-            await asyncio.sleep(begin_s + arrival.time_s - asyncio.get_running_loop().time())
-            return await send(client, target, prompt, arrival.output_tokens)
+    async def one(arrival: Arrival, request: bytes) -> TimedAnswer:
+        await asyncio.sleep(begin_s + arrival.time_s - asyncio.get_running_loop().time())
+        return await exchange(target, request)
 
-        answers = await asyncio.gather(*(one(a, p) for a, p in zip(arrivals, prompts, strict=True)))
+    async with asyncio.timeout(arrivals[-1].time_s + _TIMEOUT_S):
+        answers = await asyncio.gather(*(one(*each) for each in zip(arrivals, requests, strict=True)))
     if errors := [answer.error for answer in answers if answer.error]:
         raise SystemExit(errors[0])
     return answers

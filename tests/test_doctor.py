@@ -34,8 +34,13 @@ def test_this_machine() -> None:
     [
         ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", "write `threads: 1` for each model"),
         ("memory", "sys/fs/cgroup/memory.max", "1073741824", "must fit"),
-        ("huge pages of weights", f"{HUGE}/enabled", "always madvise [never]", "echo madvise > /sys"),
-        ("huge pages of pools", f"{HUGE}/shmem_enabled", "always within_size advise [never]", "echo advise > /sys"),
+        ("huge pages of weights and pools", f"{HUGE}/enabled", "always madvise [never]", "echo madvise > /sys"),
+        (
+            "huge pages of pools that are lent",
+            f"{HUGE}/shmem_enabled",
+            "always within_size advise [never]",
+            "echo advise > /sys",
+        ),
     ],
 )
 def test_what_is_wrong_comes_with_advice(tmp_path: Path, about: str, file: str, text: str, says: str) -> None:
@@ -51,7 +56,7 @@ def test_what_is_right_does_not(tmp_path: Path) -> None:
     write(tmp_path, "proc/sys/kernel/numa_balancing", "1")
     (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
     found = advice(tmp_path)
-    assert {found[about] for about in ("cores", "memory", "huge pages of weights", "memory nodes")} == {""}
+    assert {found[about] for about in ("cores", "memory", "huge pages of weights and pools", "memory nodes")} == {""}
     (tmp_path / "sys/devices/system/node/node1").mkdir()
     assert "numa_balancing" in advice(tmp_path)["memory nodes"]
 

@@ -100,7 +100,6 @@ def body_schemas() -> dict[str, Any]:
 def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
     async def read(request: Request) -> B:
         pieces = await _pieces(request)
-        came_s = time.perf_counter()
         # Many bodies may end, or lose their clients, in the same instant.
         rounds: Rounds = request.app.state.rounds
         await rounds.take()
@@ -124,7 +123,7 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
         else:  # joining 16 MiB takes milliseconds, too
             threads: BoundedThreads = request.app.state.body_threads
             body = await unless_gone(request.receive, threads.run(parse, num_bytes))
-        request.state.reading_s = time.perf_counter() - came_s
+        request.state.reading_s = time.perf_counter() - request.state.came_s
         return body
 
     return read

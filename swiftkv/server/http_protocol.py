@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from asyncio import TimerHandle
 from enum import Enum, auto
 from functools import partial
@@ -219,6 +220,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._section_ended = True
+        self.cycle.scope["state"]["came_s"] = time.perf_counter()
         super().on_message_complete()
         self._enter(_Phase.IDLE if self.cycle.response_complete else _Phase.ANSWER)
 

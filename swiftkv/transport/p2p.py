@@ -34,6 +34,7 @@ from swiftkv.transport.base import (
     COPY_TIMING,
     CopyTimings,
     DevicePool,
+    HostPool,
     Int64Array,
     PeerHandle,
     Runs,
@@ -70,7 +71,7 @@ class P2pTransport:
 
     def __init__(
         self,
-        pool: SharedPool | DevicePool,
+        pool: HostPool | DevicePool,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         deadline_s: float = DEADLINE_S,
     ) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from swiftkv._transport import CopyEngine, CopyError
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, SharedPool, Ticket
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, HostPool, PeerHandle, Runs, Ticket
 from swiftkv.transport.rendezvous import withdraw_pool
 
 _SYS_PIDFD_GETFD = 438  # Linux 5.6, the same number on every architecture; glibc and Python have no name for it
@@ -26,7 +26,7 @@ _NO_RUNS = Runs(np.empty((0, 5), np.int64), 1, 1)
 class ShmTransport:
     """A `Transport` in which the lender takes no part: its memory stays mapped until `detach`, even if it dies."""
 
-    def __init__(self, pool: SharedPool, num_threads: int = 1) -> None:
+    def __init__(self, pool: HostPool, num_threads: int = 1) -> None:
         self._pool_tensor = pool.tensor  # keeps its memory where the engine copies
         self._engine = CopyEngine(pool.tensor.data_ptr(), pool.nbytes, num_threads)
         self._mappings: dict[int, torch.Tensor] = {}
