@@ -83,9 +83,9 @@ class Pool(_HostPool):
 class PrivatePool(_HostPool):
     """A pool that no other process can map.
 
-    Linux gives huge pages to private memory that asks for them, but unless an administrator allows it not to shared
-    memory. Attention reads long histories from them faster: every 4 KiB, other pages need a walk through the page
-    tables, which in a virtual machine takes up to a microsecond.
+    Linux gives huge pages to private memory that asks for them, and to shared memory only if an administrator allows
+    it. Attention reads long histories faster from them: with small pages, every 4 KiB take a walk through the page
+    tables, up to a microsecond in a virtual machine.
     """
 
     def _map(self, name: str) -> mmap.mmap:

@@ -47,8 +47,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return working.result()
         raise ClientGone
     finally:
-        is_quick = working.done() and listening.cancel()  # nothing has to be waited for
-        if not is_quick:
+        listened = listening.cancel()  # False if it has ended by itself
+        if not (working.done() and listened):  # else nothing is left to wait for
             working.cancel()
             await asyncio.gather(working, listening, return_exceptions=True)
 
