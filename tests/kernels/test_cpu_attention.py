@@ -28,17 +28,14 @@ NUM_LAYERS = 3
 MAX_LEN = 4096
 
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
 @pytest.fixture(autouse=True)
-def _two_threads_and_poisoned_outputs() -> Iterator[None]:
-    before = _cpu.num_threads(), torch.get_num_threads()
-    torch.manual_seed(0)
-    _cpu.set_num_threads(2)
-    torch.set_num_threads(1)  # the oracle's small tensors gain nothing from more
+def _poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)  # torch.empty is full of NaN
     yield
     torch.use_deterministic_algorithms(False)
-    _cpu.set_num_threads(before[0])
-    torch.set_num_threads(before[1])
 
 
 @dataclass(frozen=True)

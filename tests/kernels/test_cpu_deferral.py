@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 
-from swiftkv import _cpu
 from swiftkv.kernels import cpu
 from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.experts import SILU, ExpertLayer, ExpertWeights, Router
@@ -20,13 +18,7 @@ SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=16, block_size=16, sc
 ROUTER = Router(num_experts=4, top_k=2, score="softmax")
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = _cpu.num_threads()
-    cpu.set_num_threads(2)
-    torch.manual_seed(0)
-    yield
-    cpu.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def weights(outputs: int, inputs: int) -> Tensor:

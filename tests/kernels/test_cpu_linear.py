@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -34,15 +34,7 @@ SHAPES = (
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before, torch_before = _cpu.num_threads(), torch.get_num_threads()
-    cpu.set_num_threads(2)
-    torch.set_num_threads(1)  # its waiting threads spin
-    torch.manual_seed(0)
-    yield
-    cpu.set_num_threads(before)
-    torch.set_num_threads(torch_before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2Flash
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from swiftkv import _cpu
 from swiftkv.kernels import cpu, reference
 from swiftkv.kernels.experts import SILU, Choices, ExpertLayer, ExpertWeights, GatedActivation, Router
 from swiftkv.kernels.ops import AnyOps
@@ -38,15 +36,7 @@ ROUTERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before, torch_before = _cpu.num_threads(), torch.get_num_threads()
-    cpu.set_num_threads(2)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    cpu.set_num_threads(before)
-    torch.set_num_threads(torch_before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.fixture(params=[cpu, reference], ids=["cpu", "reference"])

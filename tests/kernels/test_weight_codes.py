@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,13 +24,7 @@ FORMATS = ((INTEGERS, True), (CENTRED, False), (MXFP4, False), (INT8, True), (IN
 ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 33, 100)
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = _cpu.num_threads()
-    cpu.set_num_threads(2)
-    torch.manual_seed(0)
-    yield
-    cpu.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def draw(

@@ -16,6 +16,7 @@ from swiftkv.models.decoder import Decoder
 from swiftkv.models.loader import MappedWeights, load_decoder
 from swiftkv.models.registry import read_config
 from tests.support.checkpoints import make_checkpoint, rewrite_config
+from tests.support.mappings import mapping_of, resident_bytes_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -123,30 +124,14 @@ def test_an_index_that_is_none_is_named(index: str, tmp_path: Path) -> None:
 
 def is_mapped_from(tensor: torch.Tensor, directory: Path) -> bool:
     """Whether the tensor's bytes lie in a mapping of a file in `directory`."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(address, 16) for address in line.split()[0].split("-"))
-        if start <= tensor.data_ptr() < end:
-            return str(directory) in line
-    return False
-
-
-def resident_bytes(directory: Path) -> int:
-    """How much of the files in `directory` this process has mapped and in memory."""
-    total, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key = line.split(maxsplit=1)[0]
-        if not key.endswith(":"):
-            counts = str(directory) in line
-        elif counts and key == "Rss:":
-            total += int(line.split()[1]) << 10
-    return total
+    return str(directory) in mapping_of(tensor.data_ptr()).file
 
 
 def test_what_is_packed_does_not_stay_in_memory_twice(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", hidden_size=512, intermediate_size=2048)
     decoder = load(tmp_path)
     assert is_mapped_from(decoder._embedding, tmp_path)
-    assert resident_bytes(tmp_path) < (tmp_path / "model.safetensors").stat().st_size // 4
+    assert resident_bytes_of(str(tmp_path)) < (tmp_path / "model.safetensors").stat().st_size // 4
 
 
 @pytest.mark.parametrize("tied", [True, False])
