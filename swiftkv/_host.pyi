@@ -3,13 +3,12 @@
 A deadline is a value of `time.monotonic()`. Statuses are those of `swiftkv.storage.backend.Status`.
 """
 
-import mmap
 from collections.abc import Sequence
 
 class LockTimeout(TimeoutError):
     """Another process kept the lock beyond the deadline."""
 
-def format_memory(memory: mmap.mmap, chunk_bytes: int) -> None:
+def format_memory(memory: memoryview, chunk_bytes: int) -> None:
     """Lay out memory that is all zeros. An object takes whole chunks.
 
     Raises `ValueError` unless `chunk_bytes` is a multiple of 64, and one chunk fits.
@@ -24,7 +23,7 @@ class HostMemory:
     An object is a header and a block. Calls release the GIL, and may come from several threads.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: memoryview) -> None:
         """Keep the mapping as long as this lives. Raises `ValueError` if it was not laid out."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:

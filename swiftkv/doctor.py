@@ -14,6 +14,7 @@ from pathlib import Path
 
 from swiftkv.machine_memory import allowed_memory_bytes, machine_memory_bytes
 from swiftkv.processes import WANTED_OPEN_FILES
+from swiftkv.shared_memory import can_have_huge_pages
 from swiftkv.sockets import LONGEST_TMPDIR
 from swiftkv.transport.topology import OLDEST_CAPABILITY, Topology, read_topology
 from swiftkv.units import format_size
@@ -38,8 +39,8 @@ def examine(root: Path = Path("/")) -> Iterator[Finding]:
     yield _instructions()
     yield _cores(root)
     yield _memory(root)
-    yield _huge_pages(root, "enabled", "of weights and pools", "madvise")
-    yield _huge_pages(root, "shmem_enabled", "of pools that are lent", "advise")
+    yield _huge_pages(root, "enabled", "of weights", "madvise")
+    yield _huge_pages(root, "shmem_enabled", "of pools", "advise", makes_them=can_have_huge_pages())
     yield _numa(root)
     yield _open_files()
     yield _temporary_directory()
@@ -88,10 +89,12 @@ def _memory(root: Path) -> Finding:
     return Finding("memory", format_size(total_bytes))
 
 
-def _huge_pages(root: Path, name: str, of: str, setting: str) -> Finding:
+def _huge_pages(root: Path, name: str, of: str, setting: str, *, makes_them: bool = False) -> Finding:
+    """`makes_them`: engines get huge pages whatever the setting is."""
     path = Path("sys/kernel/mm/transparent_hugepage") / name
     chosen = _chosen(_read(root / path))
-    advice = f"data in huge pages is read faster: echo {setting} > /{path}" if chosen == "never" else ""
+    lacks_them = chosen in ("never", "deny") and not makes_them
+    advice = f"data in huge pages is read faster: echo {setting} > /{path}" if lacks_them else ""
     return Finding(f"huge pages {of}", chosen or "unknown", advice)
 
 

@@ -28,7 +28,7 @@ def check_memory(plans: Sequence[ModelPlan]) -> None:
 def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
     """Raise `ConfigError` if weights and pools of models on the CPU need more memory than the machine allows.
 
-    Otherwise engines would be killed hours later, because pools take memory only as they fill.
+    Otherwise engines would be killed after they started, because memory is taken only when it is touched.
     """
     allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
     on_host = _on_host(plans)

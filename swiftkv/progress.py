@@ -7,12 +7,13 @@ counts as progress.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import time
 from dataclasses import dataclass
 from typing import Self
+
+from swiftkv.shared_memory import make_memory
 
 _NUM_BYTES = mmap.PAGESIZE
 _TICKS, _BEGAN_NS, _LONGEST_NS, _LOADED_BYTES = range(4)
@@ -83,10 +84,7 @@ class ProgressPage:
 
     @classmethod
     def create(cls) -> Self:
-        fd = os.memfd_create("swiftkv-progress", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _NUM_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        return cls(fd)
+        return cls(make_memory("progress", _NUM_BYTES))
 
     def read(self) -> ProgressSample:
         began_ns = self._words[_BEGAN_NS]

@@ -6,9 +6,10 @@ engine dies, the node need not do anything.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from typing import Self
+
+from swiftkv.shared_memory import make_memory
 
 _NUM_BYTES = 8192
 _NUM_ACCOUNTS = 63
@@ -24,10 +25,7 @@ class ShareTable:
 
     @classmethod
     def create(cls) -> Self:
-        fd = os.memfd_create("swiftkv-shares", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _NUM_BYTES)  # all zeros: no account is open
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        return cls(fd)
+        return cls(make_memory("shares", _NUM_BYTES))  # all zeros: no account is open
 
     def take_account(self) -> int | None:
         """Return the number of a free account, or `None` if there is none left."""

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from swiftkv.cli import app
 from swiftkv.doctor import examine, shared_memory
+from swiftkv.shared_memory import can_have_huge_pages
 
 HUGE = "sys/kernel/mm/transparent_hugepage"
 
@@ -34,19 +35,19 @@ def test_this_machine() -> None:
     [
         ("cores", "sys/fs/cgroup/cpu.max", "50000 100000", "write `threads: 1` for each model"),
         ("memory", "sys/fs/cgroup/memory.max", "1073741824", "must fit"),
-        ("huge pages of weights and pools", f"{HUGE}/enabled", "always madvise [never]", "echo madvise > /sys"),
-        (
-            "huge pages of pools that are lent",
-            f"{HUGE}/shmem_enabled",
-            "always within_size advise [never]",
-            "echo advise > /sys",
-        ),
+        ("huge pages of weights", f"{HUGE}/enabled", "always madvise [never]", "echo madvise > /sys"),
     ],
 )
 def test_what_is_wrong_comes_with_advice(tmp_path: Path, about: str, file: str, text: str, says: str) -> None:
     assert advice(tmp_path)[about] == ""
     write(tmp_path, file, text)
     assert says in advice(tmp_path)[about]
+
+
+def test_pools_need_the_administrator_only_if_engines_cannot_make_huge_pages(tmp_path: Path) -> None:
+    write(tmp_path, f"{HUGE}/shmem_enabled", "always within_size advise [never]")
+    found = advice(tmp_path)["huge pages of pools"]
+    assert found == "" if can_have_huge_pages() else "echo advise > /sys" in found
 
 
 def test_what_is_right_does_not(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_what_is_right_does_not(tmp_path: Path) -> None:
     write(tmp_path, "proc/sys/kernel/numa_balancing", "1")
     (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
     found = advice(tmp_path)
-    assert {found[about] for about in ("cores", "memory", "huge pages of weights and pools", "memory nodes")} == {""}
+    assert {found[about] for about in ("cores", "memory", "huge pages of weights", "memory nodes")} == {""}
     (tmp_path / "sys/devices/system/node/node1").mkdir()
     assert "numa_balancing" in advice(tmp_path)["memory nodes"]
 

@@ -51,7 +51,6 @@ LAYERS = [
         "machine_memory",
         "output",
         "policies",
-        "prefault",
         "processes",
         "progress",
         "shares",
@@ -61,6 +60,7 @@ LAYERS = [
         "wakeup",
         "__init__",
     },
+    {"shared_memory"},
 ]
 ONLY_THESE_MODULES = {
     ("server", "engine"): {"engine.messages"},

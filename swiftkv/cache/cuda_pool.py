@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out, pool_bytes_of
-from swiftkv.cache.pool import Pool, PrivatePool, region_view
+from swiftkv.cache.pool import Pool, region_view
 from swiftkv.errors import NoRoomError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
@@ -49,15 +49,9 @@ class CudaPool:
 
 
 def allocate_pool(
-    groups: Sequence[tuple[KVGroup, int]],
-    device: torch.device,
-    name: str = "pool",
-    *,
-    shares_extents: bool = False,
-    is_mapped_by_others: bool = True,
-) -> Pool | PrivatePool | CudaPool:
+    groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool", shares_extents: bool = False
+) -> Pool | CudaPool:
     """Allocate the pool of an engine that runs on `device`. Raises `NoRoomError` or `OSError` without room."""
     if device.type == "cuda":
         return CudaPool(groups, device, shares_extents)
-    make_pool = Pool if is_mapped_by_others else PrivatePool
-    return make_pool(groups, name, shares_extents)
+    return Pool(groups, name, shares_extents)

@@ -12,7 +12,6 @@ import zmq
 
 from swiftkv._core import GroupSpec, Scheduler, StepPlan
 from swiftkv.cache.geometry import GroupRegion
-from swiftkv.cache.pool import PrivatePool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.lease.coordinator import Coordinator
@@ -161,7 +160,6 @@ class _PeerPools:
 
 def _serve_link(runner: ModelRunner, transport: str, deadline_s: float, store_path: str) -> threading.Thread | None:
     """Publish an engine's pool for one link, and return the thread that serves it, if the transport has one."""
-    assert not isinstance(runner.pool, PrivatePool), "a pool that is lent is mapped by others"
     published = publish_pool(Path(store_path), runner.pool, runner.other_ranks)
     return serve_p2p(runner.pool, published, deadline_s=deadline_s) if transport == "p2p" else None
 

@@ -137,11 +137,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     progress_fd: int | None = None  # a `ProgressPage` that the process inherits; ranks other than 0 have none
 
     @property
-    def is_pool_mapped_by_others(self) -> bool:
-        """Whether other processes read or write the pool in host memory: other ranks, or engines that borrow."""
-        return self.tensor_parallel_size > 1 or (self.lending is not None and bool(self.lending.borrowers))
-
-    @property
     def inherited_fds(self) -> tuple[int, ...]:
         """The descriptors, beside `progress_fd`, that the process inherits."""
         host_fd = None if self.storage is None else self.storage.host_fd

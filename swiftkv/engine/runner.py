@@ -35,7 +35,7 @@ from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.registry import read_config
 from swiftkv.progress import PROGRESS
 from swiftkv.tier.reach import Reach, reach_of
-from swiftkv.transport.base import DevicePool, HostPool, PeerHandle, PoolMemory, Transport
+from swiftkv.transport.base import DevicePool, PeerHandle, PoolMemory, SharedPool, Transport
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.select import open_transport
 from swiftkv.units import PoolBytes
@@ -84,7 +84,6 @@ class ModelRunner:
             self.device,
             config.name,
             shares_extents=isinstance(division, SharedExtents),
-            is_mapped_by_others=config.is_pool_mapped_by_others,
         )
         self.group_specs = _group_specs(groups, self.pool.regions, division)
         self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
@@ -312,7 +311,7 @@ def _group_specs(groups: Sequence[KVGroup], regions: Sequence[GroupRegion], divi
     ]
 
 
-def _open_transport(config: EngineConfig, pool: HostPool | DevicePool, groups: Sequence[KVGroup]) -> Transport | None:
+def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups: Sequence[KVGroup]) -> Transport | None:
     spec = config.lending
     if spec is None or not spec.lenders:
         return None

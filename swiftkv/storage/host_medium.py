@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import fcntl
-import mmap
 import os
 import threading
 import time
@@ -13,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from swiftkv._host import HostMemory, format_memory, num_chunks
 from swiftkv.arithmetic import ceil_div
-from swiftkv.prefault import POPULATE_READ, prefault
+from swiftkv.shared_memory import address_of, fill_ahead, make_memory, map_memory
 from swiftkv.storage.backend import Capabilities, Parts, Status, Usage
 from swiftkv.storage.batches import batches
 from swiftkv.storage.envelope import HEADER_BYTES
@@ -43,15 +39,11 @@ def host_tokens(num_bytes: int, chunk_bytes: int, block_bytes: Sequence[int], bl
 def make_host_memory(num_bytes: int, chunk_bytes: int) -> int:
     """Make memory for `HostMedium`; return the descriptor, which engines inherit.
 
-    It has no name, so the kernel frees it when the last process that has it ends; pages are allocated when they are
-    first written. Raises `OSError`, or `ValueError` if not even one chunk fits.
+    Raises `OSError`, or `ValueError` if not even one chunk fits.
     """
-    fd = os.memfd_create("swiftkv-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = make_memory("host", num_bytes)
     try:
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        with mmap.mmap(fd, num_bytes, mmap.MAP_SHARED) as mapping:
-            format_memory(mapping, chunk_bytes)
+        format_memory(map_memory(fd, num_bytes), chunk_bytes)
     except (OSError, ValueError):
         os.close(fd)
         raise
@@ -67,19 +59,15 @@ class HostMedium:
 
     def __init__(self, fd: int) -> None:
         """Map the memory behind `fd`, from `make_host_memory`. Raises `OSError`."""
-        mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
-        with contextlib.suppress(OSError):  # the kernel may have no huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = HostMemory(mapping)
-        self._mapping = mapping
+        self._mapping = map_memory(fd, os.fstat(fd).st_size)
+        self._memory = HostMemory(self._mapping)
 
-    def prefault(self, fd: int) -> threading.Thread:
-        """Map what others have written so far behind `fd`, in a thread that ends with this object.
+    def prefault(self) -> threading.Thread:
+        """Have the kernel back all of the memory, in a thread that ends with this object.
 
-        Without huge pages this more than halves the time in which a process first reads it.
+        Objects are copied to memory that exists three times as fast as to memory that does not.
         """
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        return prefault(self, address, _written(os.dup(fd)), POPULATE_READ)
+        return fill_ahead(self, address_of(self._mapping), self._mapping.nbytes)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -109,16 +97,6 @@ class HostMedium:
 
     def close(self) -> None:
         """Do nothing: the mapping ends with this object, because a call may still use it."""
-
-
-def _written(fd: int) -> Iterator[tuple[int, int]]:
-    """Yield the beginning and the end of each part of a file that has memory; close it after the last."""
-    end = 0
-    with open(fd, "rb", buffering=0) as file, contextlib.suppress(OSError):  # ENXIO: nothing follows
-        while True:
-            begin = file.seek(end, os.SEEK_DATA)
-            end = file.seek(begin, os.SEEK_HOLE)
-            yield begin, end
 
 
 def _soon_s() -> float:

@@ -34,17 +34,12 @@ EXPOSURE = np.dtype([("ticket", np.int64), ("exposed_s", np.float64)])
 Exposures = npt.NDArray[np.void]  # [W], of EXPOSURE
 
 
-class HostPool(Protocol):
-    """The part of a pool in host memory that a borrower's transport needs."""
-
-    nbytes: int
-    tensor: torch.Tensor  # uint8 [nbytes]
-
-
-class SharedPool(HostPool, Protocol):
-    """The part of `cache.pool.Pool` that a lender's transport needs."""
+class SharedPool(Protocol):
+    """The part of `cache.pool.Pool` that a transport needs."""
 
     fd: int
+    nbytes: int
+    tensor: torch.Tensor  # uint8 [nbytes]
 
 
 @runtime_checkable

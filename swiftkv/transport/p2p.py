@@ -34,7 +34,6 @@ from swiftkv.transport.base import (
     COPY_TIMING,
     CopyTimings,
     DevicePool,
-    HostPool,
     Int64Array,
     PeerHandle,
     Runs,
@@ -71,7 +70,7 @@ class P2pTransport:
 
     def __init__(
         self,
-        pool: HostPool | DevicePool,
+        pool: SharedPool | DevicePool,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         deadline_s: float = DEADLINE_S,
     ) -> None:

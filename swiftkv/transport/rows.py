@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from swiftkv.transport.base import DevicePool, HostPool, Int64Array
+from swiftkv.transport.base import DevicePool, Int64Array, SharedPool
 from swiftkv.transport.fence import Fence
 
 _WORD_BYTES = 8
@@ -33,14 +33,14 @@ class Rows(Protocol):
         """Return a fence after all work that the calling thread has launched on the pool's device so far."""
 
 
-def rows_of(pool: HostPool | DevicePool) -> Rows:
+def rows_of(pool: SharedPool | DevicePool) -> Rows:
     return DeviceRows(pool) if isinstance(pool, DevicePool) else HostRows(pool)
 
 
 class HostRows:
     """The rows of a pool in host memory."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: SharedPool) -> None:
         self.nbytes = pool.nbytes
         self._bytes = pool.tensor.numpy()
 

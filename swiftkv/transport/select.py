@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from swiftkv.transport.base import DevicePool, HostPool, Transport
+from swiftkv.transport.base import DevicePool, SharedPool, Transport
 from swiftkv.transport.topology import LINK_PROGRAMS, TransportKind
 
 
 def open_transport(
     kind: TransportKind,
-    pool: HostPool | DevicePool,
+    pool: SharedPool | DevicePool,
     num_threads: int = 1,
     io_backend: Literal["kernel", "direct"] = "kernel",
     deadline_s: float = 30.0,

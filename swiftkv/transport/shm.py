@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 from pathlib import Path
 
@@ -16,7 +14,8 @@ import torch
 
 from swiftkv._transport import CopyEngine, CopyError
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, HostPool, PeerHandle, Runs, Ticket
+from swiftkv.shared_memory import map_memory
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, SharedPool, Ticket
 from swiftkv.transport.rendezvous import withdraw_pool
 
 _SYS_PIDFD_GETFD = 438  # Linux 5.6, the same number on every architecture; glibc and Python have no name for it
@@ -26,7 +25,7 @@ _NO_RUNS = Runs(np.empty((0, 5), np.int64), 1, 1)
 class ShmTransport:
     """A `Transport` in which the lender takes no part: its memory stays mapped until `detach`, even if it dies."""
 
-    def __init__(self, pool: HostPool, num_threads: int = 1) -> None:
+    def __init__(self, pool: SharedPool, num_threads: int = 1) -> None:
         self._pool_tensor = pool.tensor  # keeps its memory where the engine copies
         self._engine = CopyEngine(pool.tensor.data_ptr(), pool.nbytes, num_threads)
         self._mappings: dict[int, torch.Tensor] = {}
@@ -72,11 +71,11 @@ class ShmTransport:
 
 
 def map_pool(peer: PeerHandle) -> torch.Tensor:
-    """Return a lender's pool as uint8, from `offset_bytes` on. Raises `TransferError` as `map_memory` does."""
-    return map_memory(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)[peer.offset_bytes :]
+    """Return a lender's pool as uint8, from `offset_bytes` on. Raises `TransferError` as `map_memory_of` does."""
+    return map_memory_of(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)[peer.offset_bytes :]
 
 
-def map_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
+def map_memory_of(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
     """Return a pool of another process as uint8 [nbytes], shared with it; the mapping ends with the tensor.
 
     `fd` is the pool's memory, as a descriptor of that process; `device` and `inode` are `st_dev` and `st_ino` of that
@@ -95,13 +94,11 @@ def map_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch
             raise TransferError(f"process {pid} is not the one that published its pool")
         if not fcntl.fcntl(own_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise TransferError(f"the pool of process {pid} may shrink while it is used")
-        mapping = mmap.mmap(own_fd, nbytes, mmap.MAP_SHARED)
+        mapping = map_memory(own_fd, nbytes)
     except OSError as error:
         raise TransferError(f"the pool of process {pid} cannot be mapped: {error}") from error
     finally:
         os.close(own_fd)
-    with contextlib.suppress(OSError):  # the kernel may have no huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

@@ -12,9 +12,11 @@ import sys
 import pytest
 import torch
 
-from swiftkv.cache.cuda_pool import allocate_pool
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.pool import Pool, PrivatePool
+from swiftkv.cache.pool import Pool
+from swiftkv.shared_memory import HUGE_PAGE_BYTES, can_have_huge_pages
+from swiftkv.transport.shm import map_memory_of
+from tests.support.mappings import mapping_of
 
 FULL = KVGroup((0, 2), 2, 16, "float32", 16)
 WINDOWED = KVGroup((1, 3, 4), 1, 32, "bfloat16", 16, kind="window", window=64)
@@ -32,6 +34,10 @@ sys.stdin.read()
 """
 
 
+def huge_bytes_of(tensor: torch.Tensor) -> int:
+    return int(mapping_of(tensor.data_ptr()).values["ShmemPmdMapped"][0]) << 10
+
+
 def test_it_is_exactly_its_blocks() -> None:
     pool = Pool([(FULL, 7), (WINDOWED, 3)])
     assert [region.base_offset_bytes for region in pool.regions] == [0, 7 * FULL.block_bytes]
@@ -39,9 +45,8 @@ def test_it_is_exactly_its_blocks() -> None:
     assert os.fstat(pool.fd).st_size == pool.nbytes
 
 
-@pytest.mark.parametrize("kind", [Pool, PrivatePool])
-def test_layer_blocks_lie_block_major(kind: type[Pool | PrivatePool]) -> None:
-    pool = kind([(FULL, 7), (WINDOWED, 3)])
+def test_layer_blocks_lie_block_major() -> None:
+    pool = Pool([(FULL, 7), (WINDOWED, 3)])
     assert not pool.tensor.any()
     pool.region_tensor(1)[2, 1, 5] = 9
     offset = 7 * FULL.block_bytes + 2 * WINDOWED.block_bytes + 1 * WINDOWED.layer_block_bytes + 5
@@ -58,41 +63,21 @@ def test_prefaulting_changes_no_byte() -> None:
     assert blocks_on_file >= pool.nbytes
 
 
-def _areas_of(address: int) -> dict[str, list[str]]:
-    """Return what `/proc/self/smaps` says of the mapping at an address, by the name of the line."""
-    lines: dict[str, list[str]] = {}
-    is_it = False
-    with open("/proc/self/smaps") as smaps:
-        for line in smaps:
-            name, *values = line.split()
-            if "-" in name:
-                begin, end = (int(each, 16) for each in name.split("-"))
-                is_it = begin <= address < end
-            elif is_it:
-                lines[name] = values
-    return lines
-
-
-def test_a_private_pool_asks_for_huge_pages_and_is_not_forked() -> None:
-    pool = PrivatePool([(FULL, 300)])
+@pytest.mark.skipif(not can_have_huge_pages(), reason="the kernel has no huge pages for shared memory")
+def test_it_has_huge_pages_here_and_where_a_peer_maps_it() -> None:
+    pool = Pool([(FULL, 8 * HUGE_PAGE_BYTES // FULL.block_bytes)])
+    pool.tensor[::4096] = 7  # small pages
     pool.prefault().join()
-    area = _areas_of(pool.tensor.data_ptr())
-    assert {"hg", "dc"} <= set(area["VmFlags:"])  # huge pages, and "do not copy" on a fork
-    assert "sh" not in area["VmFlags:"]
-    assert int(area["Rss:"][0]) * 1024 >= pool.nbytes
-    assert not pool.identity()
+    assert pool.tensor[::4096].eq(7).all()
+    assert huge_bytes_of(pool.tensor) == pool.nbytes
+    theirs = map_memory_of(os.getpid(), *pool.identity(), pool.nbytes)
+    assert int(theirs[::HUGE_PAGE_BYTES].sum()) == 7 * 8
+    assert huge_bytes_of(theirs) == pool.nbytes
 
 
-def test_a_pool_is_private_if_nobody_maps_it() -> None:
-    cpu = torch.device("cpu")
-    assert isinstance(allocate_pool([(FULL, 1)], cpu, is_mapped_by_others=False), PrivatePool)
-    assert isinstance(allocate_pool([(FULL, 1)], cpu, is_mapped_by_others=True), Pool)
-
-
-@pytest.mark.parametrize("kind", [Pool, PrivatePool])
-def test_prefaulting_ends_with_the_pool(kind: type[Pool | PrivatePool]) -> None:
+def test_prefaulting_ends_with_the_pool() -> None:
     """A thread that outlives it may let go of the tensor while the interpreter ends, which aborts the process."""
-    pool = kind([(FULL, (1 << 30) // FULL.block_bytes)])
+    pool = Pool([(FULL, (1 << 30) // FULL.block_bytes)])
     thread = pool.prefault()
     del pool
     assert not thread.is_alive()

@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swiftkv.cache.pool import Pool, PrivatePool
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
@@ -30,20 +29,3 @@ def test_max_model_len_must_fit_in_the_pool_and_in_what_can_be_lent(tmp_path: Pa
         assert ModelRunner(fits).num_blocks == 8
         with pytest.raises(ConfigError, match=f"one sequence of max_model_len {fits.max_model_len + 1} needs"):
             ModelRunner(msgspec.structs.replace(fits, max_model_len=fits.max_model_len + 1))
-
-
-def test_a_pool_is_private_unless_it_is_lent_or_divided(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    alone = EngineConfig("m", str(tmp_path), "", "", PoolBytes(1 << 20), 64, dtype="float32")
-    peer = PeerSpec("other", "", [])
-    lends, borrows = (
-        LendingSpec("", lenders, borrowers, 0, 60.0, "total", "shm", 2, "", 30.0)
-        for lenders, borrowers in (([], [peer]), ([peer], []))
-    )
-    kinds = [(alone, PrivatePool), (msgspec.structs.replace(alone, lending=borrows), PrivatePool)]
-    kinds.append((msgspec.structs.replace(alone, lending=lends), Pool))
-    for config, kind in kinds:
-        runner = ModelRunner(config)
-        assert isinstance(runner.pool, kind)
-        runner.close()
-    assert msgspec.structs.replace(alone, tensor_parallel_size=2).is_pool_mapped_by_others

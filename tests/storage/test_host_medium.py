@@ -6,12 +6,10 @@ import itertools
 import mmap
 import os
 import random
-import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Event
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from swiftkv._host import HostMemory, num_chunks
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.storage.envelope import HEADER_BYTES
 from swiftkv.storage.host_medium import HostMedium, chunk_bytes_for, host_tokens, make_host_memory
+from tests.support.mappings import resident_bytes_of
 from tests.support.storage import BLOCK_BYTES, check_got, host_memory, key_of, opened, put, soon
 from tests.support.storage_writer import NUM_KEYS, event, kill_after, size_of, start, wait_for, write_for_ever
 
@@ -39,14 +38,7 @@ def medium_of(memory: dict[str, object]) -> HostMedium:
 def num_repairs(memory: dict[str, object]) -> int:
     """Return how many processes have died with the lock."""
     with open(str(memory["file"]), "r+b") as file:
-        return HostMemory(mmap.mmap(file.fileno(), 0)).usage(soon())[3]
-
-
-def mapped_bytes() -> int:
-    """Return the bytes of host memory, of all mappings, at which this process would not wait for the kernel."""
-    mappings = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
-    sizes = [re.search(r"Rss: +(\d+) kB", mapping) for mapping in mappings if "swiftkv-host" in mapping]
-    return sum(int(size[1]) << 10 for size in sizes if size)
+        return HostMemory(memoryview(mmap.mmap(file.fileno(), 0))).usage(soon())[3]
 
 
 def hold_the_lock_often(memory: dict[str, object], seed: int, has_begun: Event) -> None:
@@ -230,24 +222,26 @@ def test_as_many_blocks_fit_as_the_plan_says(block_bytes: list[int]) -> None:
         assert capacity * sum(block_bytes) > 0.9 * num_bytes
 
 
-def test_what_was_written_is_mapped_ahead_and_nothing_else_is_made() -> None:
+def test_all_of_it_is_made_ahead_and_what_was_written_stays() -> None:
     fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
-    writer = HostMedium(fd)
-    keys, block = [key_of(n) for n in range(48)], memoryview(bytes(64 << 10))
-    parts = [(memoryview(bytes(HEADER_BYTES)), block)] * len(keys)
-    assert set(writer.write(keys, parts, soon())) == {Status.OK}
-    made_bytes = 512 * os.fstat(fd).st_blocks
-    reader, before_bytes = HostMedium(fd), mapped_bytes()
-    reader.prefault(fd).join()
-    assert len(keys) * len(block) <= mapped_bytes() - before_bytes <= made_bytes
-    assert 512 * os.fstat(fd).st_blocks == made_bytes < MEMORY_BYTES
+    before_bytes = resident_bytes_of("swiftkv-host")
+    medium = HostMedium(fd)
+    keys, block = [key_of(n) for n in range(9)], memoryview(random.Random(0).randbytes(64 << 10))
+    header = memoryview(bytes(HEADER_BYTES))
+    assert set(medium.write(keys, [(header, block)] * len(keys), soon())) == {Status.OK}
+    assert 512 * os.fstat(fd).st_blocks < MEMORY_BYTES
+    medium.prefault().join()
+    assert resident_bytes_of("swiftkv-host") - before_bytes == 512 * os.fstat(fd).st_blocks == MEMORY_BYTES
+    found = [(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(len(block)))) for _ in keys]
+    assert list(medium.read(keys, found, soon())) == [Status.OK] * len(keys)
+    assert {bytes(each) for _, each in found} == {bytes(block)}
     os.close(fd)
 
 
 def test_mapping_ahead_ends_with_the_medium() -> None:
     fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
     medium = HostMedium(fd)
-    thread = medium.prefault(fd)
+    thread = medium.prefault()
     os.close(fd)
     del medium
     assert not thread.is_alive()

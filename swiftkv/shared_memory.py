@@ -1,0 +1,123 @@
+"""Memory that processes share: made without a name, mapped where it can have huge pages, and filled ahead of its use.
+
+Linux gives huge pages to private memory that asks for them, and to shared memory only if an administrator allows it.
+But since Linux 6.1 a process may have pages of its own replaced by huge ones (`MADV_COLLAPSE`), whatever the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+
+HUGE_PAGE_BYTES = 2 << 20
+
+# Older kernels than these answer EINVAL.
+_POPULATE_WRITE = 23  # Linux 5.14
+_COLLAPSE = 25  # Linux 6.1
+
+# Linux has the same numbers on x86 and ARM; Python has no names for them.
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+
+_SLICE_BYTES = 8 << 20
+
+
+def make_memory(name: str, nbytes: int) -> int:
+    """Return a descriptor of new memory, all zeros, that another process can map by a copy of the descriptor.
+
+    The memory has no name in any file system, so the kernel frees it when the last process that has it ends, however
+    it ends. Its size is sealed, because SIGBUS would kill a process that touched memory beyond a new end.
+
+    Raises `OSError`.
+
+    Args:
+        name: Shows in `/proc/<pid>/maps`.
+        nbytes: The size; the kernel provides memory for a page when it is first touched.
+    """
+    fd = os.memfd_create(f"swiftkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_memory(fd: int, nbytes: int) -> memoryview:
+    """Map the first `nbytes` of memory, readable and writable. The mapping ends with the last view of it.
+
+    It begins at a multiple of a huge page: nowhere else can a process have huge pages of a file. Raises `OSError`.
+    """
+    # The mapping lies in room that an object of Python's frees as a whole, with the rest around it.
+    room = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    room_address = address_of(room)
+    begin = -room_address % HUGE_PAGE_BYTES
+    libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    libc_mmap.restype = ctypes.c_void_p
+    libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if libc_mmap(room_address + begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != room_address + begin:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    with contextlib.suppress(OSError):  # the kernel may have no huge pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(room)[begin : begin + nbytes]
+
+
+def can_have_huge_pages() -> bool:
+    """Return whether the kernel gives this process huge pages of shared memory, by asking for one."""
+    fd = make_memory("trial", HUGE_PAGE_BYTES)
+    mapping = map_memory(fd, HUGE_PAGE_BYTES)
+    os.close(fd)
+    mapping[0] = 0
+    return _advise(address_of(mapping), HUGE_PAGE_BYTES, _COLLAPSE)
+
+
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Return where a writable mapping begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def fill_ahead(owner: object, address: int, nbytes: int) -> threading.Thread:
+    """Have the kernel back a mapping with memory, in a thread of low priority, which serving need not wait for.
+
+    What the memory holds does not change. It gets huge pages if the kernel has them. The thread ends with `owner`,
+    which keeps the memory, and before the interpreter ends.
+    """
+    is_over = threading.Event()
+    thread = threading.Thread(target=_fill, args=(address, nbytes, is_over), name="fill-ahead", daemon=True)
+    thread.start()
+    weakref.finalize(owner, _end, thread, is_over)
+    return thread
+
+
+def _end(thread: threading.Thread, is_over: threading.Event) -> None:
+    is_over.set()
+    thread.join()
+
+
+def _fill(address: int, nbytes: int, is_over: threading.Event) -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # on Linux: of this thread alone
+    for begin in range(address, address + nbytes, _SLICE_BYTES):
+        if is_over.is_set() or not _back(begin, min(_SLICE_BYTES, address + nbytes - begin)):
+            return  # the kernel cannot, or has no memory left: then pages come on first access
+
+
+def _back(address: int, nbytes: int) -> bool:
+    for page in range(address, address + nbytes, HUGE_PAGE_BYTES):  # where there is no page, none is replaced
+        if not _advise(page, mmap.PAGESIZE, _POPULATE_WRITE):
+            return False
+    _advise(address, nbytes, _COLLAPSE)  # without huge pages, or on older kernels, the pages stay small
+    return _advise(address, nbytes, _POPULATE_WRITE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    """Call `madvise` without the GIL, which Python's own would hold meanwhile. Return whether it succeeded."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    return int(madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)) == 0
