@@ -7,13 +7,14 @@ half. Each call uses another layer than the one before, so that nothing of it is
 from __future__ import annotations
 
 import argparse
-import mmap
 import time
 from collections.abc import Callable
 
 import torch
 
 from swiftkv import _cpu
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.cache.pool import Pool
 from swiftkv.kernels import cpu_attention
 from swiftkv.kernels.attention_spec import AttentionSpec
 
@@ -44,12 +45,12 @@ def make_batch(sequences: list[tuple[int, int]]) -> cpu_attention.AttentionBatch
 
 def make_pool(sequences: list[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
     num_blocks = sum(-(-context_len // SPEC.block_size) for _, context_len in sequences)
-    layer_block = 2 * SPEC.block_size * SPEC.num_kv_heads * SPEC.head_dim
-    mapping = mmap.mmap(-1, num_blocks * NUM_LAYERS * layer_block * dtype.itemsize)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    pool = torch.frombuffer(mapping, dtype=torch.uint8)
-    pool.view(dtype).fill_(0.01)
-    return pool
+    name = str(dtype).removeprefix("torch.")
+    group = KVGroup(tuple(range(NUM_LAYERS)), SPEC.num_kv_heads, SPEC.head_dim, name, SPEC.block_size)
+    pool = Pool([(group, num_blocks)])
+    pool.prefault().join()
+    pool.tensor.view(dtype).fill_(0.01)
+    return pool.tensor
 
 
 def times_s(call: Callable[[int], object], seconds: float) -> tuple[float, float]:

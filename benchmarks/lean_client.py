@@ -61,5 +61,9 @@ def _take_apart(pieces: Sequence[tuple[float, bytes]], answer: TimedAnswer) -> N
         if usage := event.get("usage"):
             answer.num_output_tokens = usage["completion_tokens"]
         if event["choices"]:
-            answer.latency_s = next(came_s for last, came_s in ends if last >= end)
-            answer.ttft_s = answer.ttft_s or answer.latency_s
+            came_s = next(came_s for last, came_s in ends if last >= end)
+            if answer.ttft_s:
+                answer.itls_s.append(came_s - answer.latency_s)
+            else:
+                answer.ttft_s = came_s
+            answer.latency_s = came_s

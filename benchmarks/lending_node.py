@@ -27,11 +27,12 @@ from typing import Any, Self
 import httpx
 import psutil
 import yaml
+from lean_client import exchange, request_bytes
 from peers import processor_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftkv.admin_key import find_admin_key
-from swiftkv.bench.client import Target, TimedAnswer, send
+from swiftkv.bench.client import Target, TimedAnswer
 from swiftkv.checkpoint import make, read_texts, save, standard_library_files, train_tokenizer
 from swiftkv.config import Config, load_config
 from swiftkv.planning.lending import plan_lending
@@ -347,8 +348,7 @@ class Tokens:
 
 async def ask(target: Target, prompt: list[int], num_tokens: int) -> TimedAnswer:
     """Send one request; any failure ends the program."""
-    async with httpx.AsyncClient(timeout=900) as client:
-        answer = await send(client, target, prompt, num_tokens)
+    answer = await exchange(target, request_bytes(target, prompt, num_tokens))
     if answer.error:
         raise SystemExit(f"{target.model} at {target.url}: {answer.error}")
     return answer

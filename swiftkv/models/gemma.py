@@ -18,7 +18,16 @@ from swiftkv.errors import ConfigError
 from swiftkv.models.config import DecoderConfig, divided
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
 from swiftkv.models.dense import Traits, attention_part, decoder_config, decoder_weights, mlp_part, mlp_weights
-from swiftkv.models.hf_config import FULL, TEXT_MODEL, WINDOW, HFConfig, read_known_keys, read_rope, with_outer_keys
+from swiftkv.models.hf_config import (
+    FULL,
+    TEXT_MODEL,
+    WINDOW,
+    HFConfig,
+    Positive,
+    read_known_keys,
+    read_rope,
+    with_outer_keys,
+)
 from swiftkv.models.weights import RankSlices, Weight
 
 
@@ -28,9 +37,9 @@ class _Keys(HFConfig, kw_only=True):
     head_dim: int | None = 256
     tie_word_embeddings: bool = True
     hidden_activation: str | None = "gelu_pytorch_tanh"
-    query_pre_attn_scalar: float = 256
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
+    query_pre_attn_scalar: Positive = 256
+    attn_logit_softcapping: Positive | None
+    final_logit_softcapping: Positive | None
     use_bidirectional_attention: bool | None = None
     sliding_window_size: int | None = None  # some published files have sliding_window twice
 
@@ -45,8 +54,8 @@ class _Keys(HFConfig, kw_only=True):
 
 class _Gemma2Keys(_Keys, kw_only=True):
     num_key_value_heads: int | None = 4
-    attn_logit_softcapping: float | None = 50.0
-    final_logit_softcapping: float | None = 30.0
+    attn_logit_softcapping: Positive | None = 50.0
+    final_logit_softcapping: Positive | None = 30.0
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0
@@ -54,13 +63,13 @@ class _Gemma2Keys(_Keys, kw_only=True):
 
 class _Gemma3Keys(_Keys, kw_only=True):
     attn_logit_softcapping: None = None  # transformers ignores it
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: Positive | None = None
     vocab_size: int = 262208
     num_attention_heads: int = 8
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 131072
-    rope_theta: float = 1e6
-    rope_local_base_freq: float = 1e4
+    rope_theta: Positive = 1e6
+    rope_local_base_freq: Positive = 1e4
     sliding_window_pattern: int = 6
     old_sliding_window_pattern: int | None = msgspec.field(default=None, name="_sliding_window_pattern")
 

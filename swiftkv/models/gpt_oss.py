@@ -18,7 +18,7 @@ from swiftkv.kernels.experts import ExpertWeights, GatedActivation, Router
 from swiftkv.models.config import DecoderConfig, with_window
 from swiftkv.models.decoder import Layer, LayeredDecoder, LayerSource
 from swiftkv.models.dense import MLP_NORM, Traits, attention_part, decoder_config, decoder_weights
-from swiftkv.models.hf_config import HFConfig, mistakes_in, read_known_keys
+from swiftkv.models.hf_config import HFConfig, NotNegative, Positive, mistakes_in, read_known_keys
 from swiftkv.models.moe import MoeConfig
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import RankSlices, Weight
@@ -47,8 +47,8 @@ class _Keys(HFConfig, kw_only=True):
     head_dim: int | None = 64
     num_key_value_heads: int | None = 8
     attention_bias: bool = True
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 150000.0
+    rms_norm_eps: NotNegative = 1e-5
+    rope_theta: Positive = 150000.0
     sliding_window: int | None = 128
     num_local_experts: int = 128
     num_experts: int | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
 from swiftkv.errors import CheckpointError, ConfigError
 from swiftkv.models.config import RopeConfig, RopeType
@@ -23,6 +24,9 @@ TEXT_MODEL = "language_model."
 _PARTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
 _MOST_PARTS = 1024
 """The most layers, and the most experts of a layer: each has tensors of its own, and a plan counts them all."""
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
 
 _Value = TypeVar("_Value")
 _Keys = TypeVar("_Keys", bound=msgspec.Struct)
@@ -43,14 +47,14 @@ class HFConfig(msgspec.Struct):
     max_position_embeddings: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: NotNegative = 1e-6
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     rope_parameters: dict[str, Any] | None = None  # transformers 5
     rope_scaling: dict[str, Any] | None = None  # before it, with the next two
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     partial_rotary_factor: float = 1.0
     original_max_position_embeddings: int | None = None
     sliding_window: int | None = 4096
@@ -93,7 +97,7 @@ class _RopeParameters(msgspec.Struct):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     partial_rotary_factor: float | None = None
     factor: float | None = None
     original_max_position_embeddings: int | None = None

@@ -24,7 +24,16 @@ from swiftkv.kernels.experts import Router
 from swiftkv.models import quantization
 from swiftkv.models.config import AttentionKind, DecoderConfig, divided
 from swiftkv.models.dense import Biases, Traits, decoder_config
-from swiftkv.models.hf_config import FULL, WINDOW, HFConfig, mistakes_in, read_known_keys, read_rope
+from swiftkv.models.hf_config import (
+    FULL,
+    WINDOW,
+    HFConfig,
+    NotNegative,
+    Positive,
+    mistakes_in,
+    read_known_keys,
+    read_rope,
+)
 from swiftkv.models.moe import ExpertNames, MoeDecoder, NamedExpertsConfig
 from swiftkv.models.weights import RankSlices, ShardedRows, Weight
 
@@ -43,8 +52,8 @@ class _Keys(HFConfig, kw_only=True):
 
     head_dim: int | None = 192
     v_head_dim: int = 128
-    layernorm_epsilon: float | None = None  # the published spelling of rms_norm_eps
-    rms_norm_eps: float = 1e-5
+    layernorm_epsilon: NotNegative | None = None  # the published spelling of rms_norm_eps
+    rms_norm_eps: NotNegative = 1e-5
     num_key_value_heads: int | None = 4
     sliding_window: int | None = 129
     sliding_window_size: int | None = None  # does not count the query itself
@@ -52,8 +61,8 @@ class _Keys(HFConfig, kw_only=True):
     hybrid_layer_pattern: list[int] | None = None  # 1: a window
     moe_layer_freq: list[int] | None = None  # 1: experts
     mlp_layer_types: list[str] | None = None
-    rope_theta: float = 5e6
-    swa_rope_theta: float = 1e4
+    rope_theta: Positive = 5e6
+    swa_rope_theta: Positive = 1e4
     partial_rotary_factor: float = 0.334
     swa_num_attention_heads: int | None = None
     swa_num_key_value_heads: int | None = None

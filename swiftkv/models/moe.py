@@ -25,7 +25,7 @@ from swiftkv.models.dense import (
     mlp_part,
     mlp_weights,
 )
-from swiftkv.models.hf_config import HFConfig, mistakes_in, read_known_keys
+from swiftkv.models.hf_config import HFConfig, NotNegative, Positive, mistakes_in, read_known_keys
 from swiftkv.models.parts import ExpertMlp
 from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Weight
 
@@ -82,8 +82,8 @@ class _Keys(HFConfig):
 
 class _MixtralKeys(_Keys):
     num_key_value_heads: int | None = 8
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 1e6
+    rms_norm_eps: NotNegative = 1e-5
+    rope_theta: Positive = 1e6
     sliding_window: int | None = None
 
 

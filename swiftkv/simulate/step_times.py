@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import httpx
 import msgspec
+from msgspec import Meta
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -23,6 +25,8 @@ _GATEWAY_METRICS = {
     "swiftkv:gateway_first_token_seconds": "gateway_first_token",
 }
 """Histograms of the gateway, and the name of the mean of each."""
+
+_Term = Annotated[float, Meta(ge=0, le=3600)]  # seconds, or a ratio
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def _means(samples: Iterable[Sample]) -> dict[str, float]:
 
 def _of_file(path: Path) -> dict[str, dict[str, float]]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, _Term]])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"--step-time: {path} has no step times: {error}; name a file that --save-step-time wrote, or a node's URL"

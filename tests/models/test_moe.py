@@ -88,6 +88,8 @@ def test_keys_without_effect_pass(tmp_path: Path) -> None:
         (MIXTRAL | {"n_group": 2, "moe_layer_freq": [1]}, "moe_layer_freq: this key is not known"),
         (QWEN3 | {"num_experts_per_tok": 17}, "17 of 16 experts cannot be chosen"),
         (QWEN3 | {"num_experts": 0}, "num_experts: 0 is not a positive number"),
+        (QWEN3 | {"rope_theta": -1e6}, r"Expected `float` > 0.0 - at `\$.rope_theta`"),
+        (QWEN3 | {"rms_norm_eps": -1e-6}, r"Expected `float` >= 0.0 - at `\$.rms_norm_eps`"),
         (QWEN3 | {"num_experts": 10**9}, "num_experts: 1000000000 is more than 1024"),
         (QWEN3 | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
         (QWEN3 | {"moe_intermediate_size": "8"}, "moe_intermediate_size"),

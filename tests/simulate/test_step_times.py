@@ -44,6 +44,14 @@ def test_a_file_without_ratios_is_a_line() -> None:
         make_step_time("other", {"known": terms})
 
 
+@pytest.mark.parametrize("seconds", [-1e-3, 1e308])
+def test_times_that_no_step_takes_are_a_mistake(seconds: float, tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    file.write_text(json.dumps({"known": dict.fromkeys(STEP_TIME_TERMS, 0.1) | {"step": seconds}}))
+    with pytest.raises(ConfigError, match=r"--step-time: .*times\.json has no step times: Expected `float` [<>]= .*"):
+        read_step_times(str(file))
+
+
 def test_points_have_ratios_of_their_own() -> None:
     assert len(TOKEN_POINTS) == len(StepTime(COSTS).token_ratios)
     by_line = StepTime(COSTS)
