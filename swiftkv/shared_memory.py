@@ -26,6 +26,11 @@ _MAP_NORESERVE = 0x4000
 
 _SLICE_BYTES = 8 << 20
 
+_LIBC = ctypes.CDLL(None, use_errno=True)  # once: binding it takes ten times as long as a call
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
 
 def make_memory(name: str, nbytes: int) -> int:
     """Return a descriptor of new memory, all zeros, that another process can map by a copy of the descriptor.
@@ -54,27 +59,26 @@ def map_memory(fd: int, nbytes: int) -> memoryview:
 
     It begins at a multiple of a huge page: nowhere else can a process have huge pages of a file. Raises `OSError`.
     """
-    # The mapping lies in room that an object of Python's frees as a whole, with the rest around it.
-    room = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    room_address = address_of(room)
-    begin = -room_address % HUGE_PAGE_BYTES
-    libc_mmap = ctypes.CDLL(None, use_errno=True).mmap
-    libc_mmap.restype = ctypes.c_void_p
-    libc_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    # Address space is reserved, and the memory mapped over its aligned part; freeing `reserved` unmaps both.
+    reserved = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    begin = -address_of(reserved) % HUGE_PAGE_BYTES
+    address = address_of(reserved) + begin
     flags = mmap.MAP_SHARED | _MAP_FIXED
-    if libc_mmap(room_address + begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != room_address + begin:
+    if _LIBC.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != address:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     with contextlib.suppress(OSError):  # the kernel may have no huge pages
-        room.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(room)[begin : begin + nbytes]
+        reserved.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(reserved)[begin : begin + nbytes]
 
 
 def can_have_huge_pages() -> bool:
     """Return whether the kernel gives this process huge pages of shared memory, by asking for one."""
     fd = make_memory("trial", HUGE_PAGE_BYTES)
-    mapping = map_memory(fd, HUGE_PAGE_BYTES)
-    os.close(fd)
+    try:
+        mapping = map_memory(fd, HUGE_PAGE_BYTES)
+    finally:
+        os.close(fd)
     mapping[0] = 0
     return _advise(address_of(mapping), HUGE_PAGE_BYTES, _COLLAPSE)
 
@@ -84,14 +88,14 @@ def address_of(memory: mmap.mmap | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def fill_ahead(owner: object, address: int, nbytes: int) -> threading.Thread:
+def fill_ahead(owner: object, memory: memoryview) -> threading.Thread:
     """Have the kernel back a mapping with memory, in a thread of low priority, which serving need not wait for.
 
     What the memory holds does not change. It gets huge pages if the kernel has them. The thread ends with `owner`,
-    which keeps the memory, and before the interpreter ends.
+    and before the interpreter ends.
     """
     is_over = threading.Event()
-    thread = threading.Thread(target=_fill, args=(address, nbytes, is_over), name="fill-ahead", daemon=True)
+    thread = threading.Thread(target=_fill, args=(memory, is_over), name="fill-ahead", daemon=True)
     thread.start()
     weakref.finalize(owner, _end, thread, is_over)
     return thread
@@ -99,14 +103,16 @@ def fill_ahead(owner: object, address: int, nbytes: int) -> threading.Thread:
 
 def _end(thread: threading.Thread, is_over: threading.Event) -> None:
     is_over.set()
-    thread.join()
+    if thread is not threading.current_thread():  # the garbage collector may run there, too
+        thread.join()
 
 
-def _fill(address: int, nbytes: int, is_over: threading.Event) -> None:
+def _fill(memory: memoryview, is_over: threading.Event) -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # on Linux: of this thread alone
-    for begin in range(address, address + nbytes, _SLICE_BYTES):
-        if is_over.is_set() or not _back(begin, min(_SLICE_BYTES, address + nbytes - begin)):
-            return  # the kernel cannot, or has no memory left: then pages come on first access
+    address = address_of(memory)
+    for begin in range(0, memory.nbytes, _SLICE_BYTES):
+        if is_over.is_set() or not _back(address + begin, min(_SLICE_BYTES, memory.nbytes - begin)):
+            return  # the kernel cannot: then pages come on first access
 
 
 def _back(address: int, nbytes: int) -> bool:
@@ -119,5 +125,4 @@ def _back(address: int, nbytes: int) -> bool:
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:
     """Call `madvise` without the GIL, which Python's own would hold meanwhile. Return whether it succeeded."""
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    return int(madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)) == 0
+    return int(_LIBC.madvise(address, nbytes, advice)) == 0

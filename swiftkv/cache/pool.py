@@ -34,8 +34,8 @@ class Pool:
         self.nbytes = pool_bytes_of(self.regions)
         self.fd = make_memory(name, self.nbytes)
         weakref.finalize(self, os.close, self.fd)
-        mapping = map_memory(self.fd, self.nbytes)
-        self.tensor: torch.Tensor = torch.frombuffer(mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
+        self._mapping = map_memory(self.fd, self.nbytes)
+        self.tensor: torch.Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
     def identity(self) -> tuple[int, int, int]:
         """Return our descriptor of the memory, and the `st_dev` and `st_ino` of that: no other memory has these."""
@@ -52,4 +52,4 @@ class Pool:
         Without it, a first write to 256 MiB costs a prefill up to a second, and attention reads long histories more
         slowly: with small pages, every 4 KiB take a walk through the page tables.
         """
-        return fill_ahead(self, self.tensor.data_ptr(), self.nbytes)
+        return fill_ahead(self, self._mapping)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from swiftkv._host import HostMemory, format_memory, num_chunks
 from swiftkv.arithmetic import ceil_div
-from swiftkv.shared_memory import address_of, fill_ahead, make_memory, map_memory
+from swiftkv.shared_memory import fill_ahead, make_memory, map_memory
 from swiftkv.storage.backend import Capabilities, Parts, Status, Usage
 from swiftkv.storage.batches import batches
 from swiftkv.storage.envelope import HEADER_BYTES
@@ -67,7 +67,7 @@ class HostMedium:
 
         Objects are copied to memory that exists three times as fast as to memory that does not.
         """
-        return fill_ahead(self, address_of(self._mapping), self._mapping.nbytes)
+        return fill_ahead(self, self._mapping)
 
     @property
     def capabilities(self) -> Capabilities:
