@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 from swiftkv._host import HostMemory, num_chunks
+from swiftkv.shared_memory import address_of
 from swiftkv.storage.backend import Status, StorageBackend
 from swiftkv.storage.envelope import HEADER_BYTES
 from swiftkv.storage.host_medium import HostMedium, chunk_bytes_for, host_tokens, make_host_memory
+from tests.support.mappings import mapping_of
 from tests.support.storage import BLOCK_BYTES, check_got, host_memory, key_of, opened, put, soon
 from tests.support.storage_writer import NUM_KEYS, event, kill_after, size_of, start, wait_for, write_for_ever
 
@@ -229,7 +231,7 @@ def test_all_of_it_is_made_ahead_and_what_was_written_stays() -> None:
     assert set(medium.write(keys, [(header, block)] * len(keys), soon())) == {Status.OK}
     assert 512 * os.fstat(fd).st_blocks < MEMORY_BYTES
     medium.prefault().join()
-    assert 512 * os.fstat(fd).st_blocks == MEMORY_BYTES
+    assert mapping_of(address_of(medium._mapping)).resident_bytes == 512 * os.fstat(fd).st_blocks == MEMORY_BYTES
     found = [(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(len(block)))) for _ in keys]
     assert list(medium.read(keys, found, soon())) == [Status.OK] * len(keys)
     assert {bytes(each) for _, each in found} == {bytes(block)}
