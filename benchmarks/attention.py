@@ -48,7 +48,7 @@ def make_pool(sequences: list[tuple[int, int]], dtype: torch.dtype) -> torch.Ten
     name = str(dtype).removeprefix("torch.")
     group = KVGroup(tuple(range(NUM_LAYERS)), SPEC.num_kv_heads, SPEC.head_dim, name, SPEC.block_size)
     pool = Pool([(group, num_blocks)])
-    pool.prefault().join()
+    pool.fill_ahead().join()
     pool.tensor.view(dtype).fill_(0.01)
     return pool.tensor
 

@@ -33,14 +33,19 @@ class Finding:
     advice: str = ""
 
 
-def examine(root: Path = Path("/")) -> Iterator[Finding]:
-    """Look at the machine whose `/proc` and `/sys` lie below `root`."""
+def examine(root: Path = Path("/"), makes_huge_pages: bool | None = None) -> Iterator[Finding]:
+    """Look at the machine whose `/proc` and `/sys` lie below `root`.
+
+    `makes_huge_pages`: whether engines can have huge pages of shared memory; if `None`, the kernel is asked for one.
+    """
+    if makes_huge_pages is None:
+        makes_huge_pages = can_have_huge_pages()
     yield _kernel()
     yield _instructions()
     yield _cores(root)
     yield _memory(root)
     yield _huge_pages(root, "enabled", "of weights", "madvise")
-    yield _huge_pages(root, "shmem_enabled", "of pools", "advise", makes_them=can_have_huge_pages())
+    yield _huge_pages(root, "shmem_enabled", "of pools", "advise", engines_make_them=makes_huge_pages)
     yield _numa(root)
     yield _open_files()
     yield _temporary_directory()
@@ -89,13 +94,15 @@ def _memory(root: Path) -> Finding:
     return Finding("memory", format_size(total_bytes))
 
 
-def _huge_pages(root: Path, name: str, of: str, setting: str, *, makes_them: bool = False) -> Finding:
-    """`makes_them`: engines get huge pages whatever the setting is."""
+def _huge_pages(root: Path, name: str, of: str, setting: str, *, engines_make_them: bool = False) -> Finding:
     path = Path("sys/kernel/mm/transparent_hugepage") / name
     chosen = _chosen(_read(root / path))
-    lacks_them = chosen in ("never", "deny") and not makes_them
-    advice = f"data in huge pages is read faster: echo {setting} > /{path}" if lacks_them else ""
-    return Finding(f"huge pages {of}", chosen or "unknown", advice)
+    about, found = f"huge pages {of}", chosen or "unknown"
+    if chosen not in ("never", "deny"):
+        return Finding(about, found)
+    if engines_make_them:
+        return Finding(about, f"{found} by itself; engines ask for each")
+    return Finding(about, found, f"data in huge pages is read faster: echo {setting} > /{path}")
 
 
 def _numa(root: Path) -> Finding:

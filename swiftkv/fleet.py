@@ -15,7 +15,7 @@ import msgspec
 from swiftkv.config import Config
 from swiftkv.engine.messages import EngineConfig, ShareSpec
 from swiftkv.engine_configs import compile_engines, why_not_lend
-from swiftkv.host_tiers import HostTiers, check_fits_machine, check_host_memory
+from swiftkv.host_tiers import HostTiers, check_fits_machine
 from swiftkv.learnt import LearntStepTimes, fingerprint
 from swiftkv.model_config import ModelConfig
 from swiftkv.planning.models import ModelPlan, SizedPlan
@@ -105,7 +105,7 @@ class Fleet:
         config = self.config.with_model(section)
         plan = plan_one_more(config, self.plans)
         self._check_room(plan)
-        check_host_memory([*self.plans, plan])
+        self._host_tiers.check([*self.plans, plan])
         return config, plan
 
     def _check_room(self, plan: ModelPlan) -> None:

@@ -22,7 +22,7 @@ _LARGEST_PART = 0.8
 def check_memory(plans: Sequence[ModelPlan]) -> None:
     """Raise `ConfigError` if this machine's memory is not enough for models that serve together and their tiers."""
     check_fits_machine(plans)
-    check_host_memory(plans)
+    HostTiers().check(plans)
 
 
 def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
@@ -42,29 +42,6 @@ def check_fits_machine(plans: Sequence[ModelPlan], allowed_bytes: int | None = N
         )
 
 
-def check_host_memory(plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
-    """Raise `ConfigError` if the tiers want more than 80 % of the memory that weights and pools leave.
-
-    Models on GPUs leave all of it, but lock some pages for copies between their pools and their tiers. Nothing is
-    measured: engines that start together would each count the other's.
-    """
-    on_host = _on_host(plans)
-    page_locked_bytes = sum(plan.page_locked_bytes for plan in plans)
-    wanted_bytes = sum(plan.host_bytes or 0 for plan in plans) + page_locked_bytes
-    if not wanted_bytes:
-        return
-    allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
-    taken_bytes = sum(plan.tensor_parallel_size * (plan.weight_bytes + plan.pool_bytes) for plan in on_host)
-    limit_bytes = max(0, int(_LARGEST_PART * (allowed_bytes - taken_bytes)))
-    if wanted_bytes > limit_bytes:
-        locked = f", {format_size(page_locked_bytes)} of it to copy from and to GPUs" if page_locked_bytes else ""
-        raise ConfigError(
-            f"tiers.host: the models ask for {format_size(wanted_bytes)} of host memory together{locked}; of the "
-            f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
-            f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
-        )
-
-
 def _on_host(plans: Sequence[ModelPlan]) -> list[SizedPlan]:
     """Return the plans of the models whose weights and pools lie in this machine's memory."""
     return [plan for plan in plans if isinstance(plan, SizedPlan) and not plan.on_gpu]
@@ -73,6 +50,7 @@ def _on_host(plans: Sequence[ModelPlan]) -> list[SizedPlan]:
 @dataclass(slots=True)
 class _Memory:
     fd: int
+    nbytes: int
     models: set[str] = field(default_factory=set)
 
 
@@ -86,6 +64,34 @@ class HostTiers:
     def __init__(self) -> None:
         self._memories: dict[frozenset[tuple[int, int]], _Memory] = {}
 
+    def check(self, plans: Sequence[ModelPlan], allowed_bytes: int | None = None) -> None:
+        """Raise `ConfigError` if the tiers of `plans` want more than 80 % of the memory that weights and pools leave.
+
+        Models on GPUs leave all of it, but lock some pages for copies between their pools and their tiers. Nothing is
+        measured: engines that start together would each count the other's.
+        """
+        page_locked_bytes = sum(plan.page_locked_bytes for plan in plans)
+        wanted_bytes = self._bytes_with(plans) + page_locked_bytes
+        if not wanted_bytes:
+            return
+        allowed_bytes = allowed_memory_bytes() if allowed_bytes is None else allowed_bytes
+        on_host = _on_host(plans)
+        taken_bytes = sum(plan.tensor_parallel_size * (plan.weight_bytes + plan.pool_bytes) for plan in on_host)
+        limit_bytes = max(0, int(_LARGEST_PART * (allowed_bytes - taken_bytes)))
+        if wanted_bytes > limit_bytes:
+            locked = f", {format_size(page_locked_bytes)} of it to copy from and to GPUs" if page_locked_bytes else ""
+            raise ConfigError(
+                f"tiers.host: the models ask for {format_size(wanted_bytes)} of host memory together{locked}; of the "
+                f"{format_size(allowed_bytes)} that this machine or control group allows, weights and pools take "
+                f"{format_size(taken_bytes)}, and 80 % of the rest is {format_size(limit_bytes)}; lower size or ratio"
+            )
+
+    def _bytes_with(self, plans: Sequence[ModelPlan]) -> int:
+        """Return the size of the memories that there are, and of those that `plans` need besides."""
+        made_bytes = sum(memory.nbytes for memory in self._memories.values())
+        to_make = [plan for plan in plans if plan.host_bytes and _files_of(plan) not in self._memories]
+        return made_bytes + sum(plan.host_bytes or 0 for plan in to_make)
+
     def equip(self, plan: ModelPlan, engine: EngineConfig, plans: Sequence[ModelPlan]) -> EngineConfig:
         """Return an engine's configuration with its host memory, if it has any. `plans` are those of all models.
 
@@ -97,7 +103,8 @@ class HostTiers:
         weights = _files_of(plan)
         if weights not in self._memories:
             sharers = [p for p in plans if p.host_bytes and _files_of(p) == weights]
-            self._memories[weights] = _Memory(_make_memory(plan, sharers))
+            num_bytes = sum(sharer.host_bytes or 0 for sharer in sharers)
+            self._memories[weights] = _Memory(_make_memory(plan, sharers, num_bytes), num_bytes)
         memory = self._memories[weights]
         memory.models.add(plan.name)
         return msgspec.structs.replace(engine, storage=msgspec.structs.replace(engine.storage, host_fd=memory.fd))
@@ -111,8 +118,7 @@ class HostTiers:
                 del self._memories[weights]
 
 
-def _make_memory(plan: ModelPlan, sharers: Sequence[ModelPlan]) -> int:
-    num_bytes = sum(sharer.host_bytes or 0 for sharer in sharers)
+def _make_memory(plan: ModelPlan, sharers: Sequence[ModelPlan], num_bytes: int) -> int:
     chunk_bytes = chunk_bytes_for(group.block_bytes for sharer in sharers for group in sharer.groups)
     try:
         return make_host_memory(num_bytes, chunk_bytes)

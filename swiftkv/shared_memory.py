@@ -6,8 +6,8 @@ But since Linux 6.1 a process may have pages of its own replaced by huge ones (`
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -15,20 +15,24 @@ import threading
 import weakref
 
 HUGE_PAGE_BYTES = 2 << 20
+"""With small pages of more than 4 KiB, as on some ARM machines, huge pages are larger: there, memory has none."""
 
 # Older kernels than these answer EINVAL.
 _POPULATE_WRITE = 23  # Linux 5.14
 _COLLAPSE = 25  # Linux 6.1
 
 # Linux has the same numbers on x86 and ARM; Python has no names for them.
+_PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _SLICE_BYTES = 8 << 20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)  # once: binding it takes ten times as long as a call
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -59,17 +63,24 @@ def map_memory(fd: int, nbytes: int) -> memoryview:
 
     It begins at a multiple of a huge page: nowhere else can a process have huge pages of a file. Raises `OSError`.
     """
-    # Address space is reserved, and the memory mapped over its aligned part; freeing `reserved` unmaps both.
-    reserved = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    begin = -address_of(reserved) % HUGE_PAGE_BYTES
-    address = address_of(reserved) + begin
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    if _LIBC.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != address:
+    # Address space that nobody may touch, so that it counts as no memory; the mapping replaces its aligned part.
+    reserved_bytes = nbytes + HUGE_PAGE_BYTES
+    reserved = _map(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = reserved + -reserved % HUGE_PAGE_BYTES
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Not when the interpreter ends: a thread may still use it.
+    weakref.finalize(memory, _LIBC.munmap, reserved, reserved_bytes).atexit = False
+    _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    _advise(address, nbytes, mmap.MADV_HUGEPAGE)  # the kernel may have none
+    return memoryview(memory).cast("B")
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found = _LIBC.mmap(address, nbytes, protection, flags, fd, 0)
+    if found == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    with contextlib.suppress(OSError):  # the kernel may have no huge pages
-        reserved.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(reserved)[begin : begin + nbytes]
+    return int(found)
 
 
 def can_have_huge_pages() -> bool:
@@ -80,10 +91,10 @@ def can_have_huge_pages() -> bool:
     finally:
         os.close(fd)
     mapping[0] = 0
-    return _advise(address_of(mapping), HUGE_PAGE_BYTES, _COLLAPSE)
+    return _collapse(address_of(mapping), HUGE_PAGE_BYTES)
 
 
-def address_of(memory: mmap.mmap | memoryview) -> int:
+def address_of(memory: memoryview) -> int:
     """Return where a writable mapping begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
@@ -119,8 +130,16 @@ def _back(address: int, nbytes: int) -> bool:
     for page in range(address, address + nbytes, HUGE_PAGE_BYTES):  # where there is no page, none is replaced
         if not _advise(page, mmap.PAGESIZE, _POPULATE_WRITE):
             return False
-    _advise(address, nbytes, _COLLAPSE)  # without huge pages, or on older kernels, the pages stay small
+    _collapse(address, nbytes)  # without huge pages, or on older kernels, the pages stay small
     return _advise(address, nbytes, _POPULATE_WRITE)
+
+
+def _collapse(address: int, nbytes: int) -> bool:
+    """Replace pages by huge ones. Return whether all of them were replaced."""
+    if _advise(address, nbytes, _COLLAPSE):
+        return True
+    was_in_use = ctypes.get_errno() == errno.EAGAIN  # by another thread, for a moment
+    return was_in_use and _advise(address, nbytes, _COLLAPSE)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> bool:

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from swiftkv.cli import app
 from swiftkv.doctor import examine, shared_memory
-from swiftkv.shared_memory import can_have_huge_pages
 
 HUGE = "sys/kernel/mm/transparent_hugepage"
 
@@ -46,8 +45,10 @@ def test_what_is_wrong_comes_with_advice(tmp_path: Path, about: str, file: str, 
 
 def test_pools_need_the_administrator_only_if_engines_cannot_make_huge_pages(tmp_path: Path) -> None:
     write(tmp_path, f"{HUGE}/shmem_enabled", "always within_size advise [never]")
-    found = advice(tmp_path)["huge pages of pools"]
-    assert found == "" if can_have_huge_pages() else "echo advise > /sys" in found
+    for makes_huge_pages in (False, True):
+        found = {finding.about: finding for finding in examine(tmp_path, makes_huge_pages)}["huge pages of pools"]
+        assert ("echo advise > /sys" in found.advice) == (not makes_huge_pages)
+        assert found.found.startswith("never")
 
 
 def test_what_is_right_does_not(tmp_path: Path) -> None:

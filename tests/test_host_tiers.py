@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from swiftkv.config import load_config
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import compile_engines
 from swiftkv.errors import ConfigError
-from swiftkv.host_tiers import HostTiers, check_fits_machine, check_host_memory
+from swiftkv.host_tiers import HostTiers, check_fits_machine
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
 from tests.support.checkpoints import make_checkpoint
@@ -61,6 +62,14 @@ def test_a_ratio_counts_from_the_pool(directory: Path) -> None:
     assert c.host_tokens is None
 
 
+def check_sums(tiers: HostTiers, plans: Sequence[SizedPlan], host_bytes: int) -> None:
+    """Check that `plans` need these bytes of host memory."""
+    taken_bytes = sum(plan.pool_bytes + plan.weight_bytes for plan in plans)
+    tiers.check(plans, taken_bytes + host_bytes * 5 // 4)
+    with pytest.raises(ConfigError, match=r"tiers.host: the models ask for"):
+        tiers.check(plans, taken_bytes + host_bytes * 5 // 4 - 2)
+
+
 def test_models_with_the_same_files_share_what_they_bring_together(directory: Path) -> None:
     plans, engines = plan(
         directory,
@@ -82,6 +91,8 @@ def test_models_with_the_same_files_share_what_they_bring_together(directory: Pa
         assert 0.9 * (8 << 20) < usage.bound_bytes <= 8 << 20
     tiers.release("m0")
     assert os.fstat(fds[1][0]).st_size == 8 << 20
+    check_sums(tiers, plans[1:], 15 << 20)  # its memory stays while another model uses it
+    check_sums(tiers, plans, 15 << 20)  # and it finds that again
     for name in ("m1", "m2", "m3"):
         tiers.release(name)
     for (fd,) in fds[:3]:
@@ -106,11 +117,11 @@ def test_pools_larger_than_the_machine_are_a_mistake(directory: Path) -> None:
 def test_more_than_the_machine_leaves_is_a_mistake(directory: Path) -> None:
     plans, _ = plan(directory, "path: weights, tiers: {host: {size: 8MiB}}", "path: copy, tiers: {host: {size: 8MiB}}")
     taken_bytes = sum(plan.pool_bytes + plan.weight_bytes for plan in plans)
-    check_host_memory(plans, taken_bytes + (20 << 20))
+    HostTiers().check(plans, taken_bytes + (20 << 20))
     with pytest.raises(ConfigError, match=r"tiers.host: the models ask for 16MiB of host memory together.* 80 % of"):
-        check_host_memory(plans, taken_bytes + (20 << 20) - 2)
+        HostTiers().check(plans, taken_bytes + (20 << 20) - 2)
     with pytest.raises(ConfigError, match="80 % of the rest is 0B"):
-        check_host_memory(plans, taken_bytes - 1)
+        HostTiers().check(plans, taken_bytes - 1)
 
 
 def test_a_model_on_a_gpu_takes_its_host_memory_and_what_it_pins(directory: Path) -> None:
@@ -122,9 +133,9 @@ def test_a_model_on_a_gpu_takes_its_host_memory_and_what_it_pins(directory: Path
     assert on_gpu.page_locked_bytes == (64 + 32) << 20
     needed_bytes = on_gpu.host_bytes + on_gpu.page_locked_bytes
     check_fits_machine([on_gpu], 0)
-    check_host_memory([on_gpu], needed_bytes * 5 // 4)
+    HostTiers().check([on_gpu], needed_bytes * 5 // 4)
     with pytest.raises(ConfigError, match=r"104MiB of host memory together, 96MiB of it to copy from and to GPUs; "):
-        check_host_memory([on_gpu], needed_bytes * 5 // 4 - 2)
+        HostTiers().check([on_gpu], needed_bytes * 5 // 4 - 2)
     (fd,) = HostTiers().equip(on_gpu, engine, [on_gpu]).inherited_fds
     assert os.fstat(fd).st_size == 8 << 20
     os.close(fd)

@@ -40,7 +40,7 @@ class CudaPool:
         """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
 
-    def prefault(self) -> None:
+    def fill_ahead(self) -> None:
         """Do nothing: memory of a device is backed when it is allocated."""
 
     def ipc_handle(self) -> bytes:

@@ -46,7 +46,7 @@ class Pool:
         """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
 
-    def prefault(self) -> threading.Thread:
+    def fill_ahead(self) -> threading.Thread:
         """Have the kernel back the pool with memory, from its start on, in a thread that ends with the pool.
 
         Without it, a first write to 256 MiB costs a prefill up to a second, and attention reads long histories more

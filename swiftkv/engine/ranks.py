@@ -40,7 +40,7 @@ from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended, module_command
 from swiftkv.transport.base import Int64Array, PeerHandle, PoolMemory
 from swiftkv.transport.fence import Fence
-from swiftkv.transport.shm import map_memory_of, map_pool
+from swiftkv.transport.shm import map_peer_memory, map_pool
 
 _STOP_TIMEOUT_S = 5.0
 _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
@@ -191,7 +191,7 @@ class LeadingRunner(ModelRunner):
             raise ConfigError("tiers: KV of other ranks on GPUs is out of reach")
         try:
             others = [
-                map_memory_of(memory.pid, memory.fd, memory.device, memory.inode, self.pool.nbytes)
+                map_peer_memory(memory.pid, memory.fd, memory.device, memory.inode, self.pool.nbytes)
                 for memory in self.other_ranks
             ]
         except TransferError as error:

@@ -94,7 +94,7 @@ class ModelRunner:
         self.other_ranks: Sequence[PoolMemory] = ()
         """The pools of the other ranks, if this is rank 0 of several; they are like `pool`."""
         self._capture_streaming()
-        self.pool.prefault()
+        self.pool.fill_ahead()
 
     def _kv_bytes(self, division: PoolDivision) -> int:
         """Return the bytes of the pool: on a GPU, what the weights and the largest step leave on the fullest rank."""

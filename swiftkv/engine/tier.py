@@ -303,7 +303,7 @@ def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], runner
     name = "host"
     if spec.host_fd is not None:
         host = HostMedium(spec.host_fd)
-        host.prefault()
+        host.fill_ahead()
         levels.append(Level("host", SealedBackend(GuardedMedium(host, Breaker()), keys.fingerprint)))
     if spec.backend is not None:
         options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))

@@ -62,10 +62,11 @@ class HostMedium:
         self._mapping = map_memory(fd, os.fstat(fd).st_size)
         self._memory = HostMemory(self._mapping)
 
-    def prefault(self) -> threading.Thread:
+    def fill_ahead(self) -> threading.Thread:
         """Have the kernel back all of the memory, in a thread that ends with this object.
 
-        Objects are copied to memory that exists three times as fast as to memory that does not.
+        Objects are copied to memory that exists three times as fast as to memory that does not. Each engine does so,
+        and not the node once: the kernel counts memory where it is mapped, and kills whose memory is too large.
         """
         return fill_ahead(self, self._mapping)
 

@@ -71,11 +71,11 @@ class ShmTransport:
 
 
 def map_pool(peer: PeerHandle) -> torch.Tensor:
-    """Return a lender's pool as uint8, from `offset_bytes` on. Raises `TransferError` as `map_memory_of` does."""
-    return map_memory_of(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)[peer.offset_bytes :]
+    """Return a lender's pool as uint8, from `offset_bytes` on. Raises `TransferError` as `map_peer_memory` does."""
+    return map_peer_memory(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)[peer.offset_bytes :]
 
 
-def map_memory_of(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
+def map_peer_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
     """Return a pool of another process as uint8 [nbytes], shared with it; the mapping ends with the tensor.
 
     `fd` is the pool's memory, as a descriptor of that process; `device` and `inode` are `st_dev` and `st_ino` of that

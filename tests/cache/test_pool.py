@@ -15,7 +15,7 @@ import torch
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 from swiftkv.shared_memory import HUGE_PAGE_BYTES, can_have_huge_pages
-from swiftkv.transport.shm import map_memory_of
+from swiftkv.transport.shm import map_peer_memory
 from tests.support.mappings import mapping_of
 
 FULL = KVGroup((0, 2), 2, 16, "float32", 16)
@@ -53,10 +53,10 @@ def test_layer_blocks_lie_block_major() -> None:
     assert pool.tensor.nonzero().tolist() == [[offset]]
 
 
-def test_prefaulting_changes_no_byte() -> None:
+def test_filling_ahead_changes_no_byte() -> None:
     pool = Pool([(FULL, 300)])
     pool.tensor[::4096] = 7
-    thread = pool.prefault()
+    thread = pool.fill_ahead()
     thread.join()
     assert int(pool.tensor.sum()) == 7 * len(range(0, pool.nbytes, 4096))
     blocks_on_file = os.fstat(pool.fd).st_blocks * 512
@@ -67,20 +67,23 @@ def test_prefaulting_changes_no_byte() -> None:
 def test_it_has_huge_pages_here_and_where_a_peer_maps_it() -> None:
     pool = Pool([(FULL, 8 * HUGE_PAGE_BYTES // FULL.block_bytes)])
     pool.tensor[::4096] = 7  # small pages
-    pool.prefault().join()
+    pool.fill_ahead().join()
     assert pool.tensor[::4096].eq(7).all()
     assert huge_bytes_of(pool.tensor) >= pool.nbytes // 2  # the kernel may pass over a page that is in use
-    theirs = map_memory_of(os.getpid(), *pool.identity(), pool.nbytes)
+    theirs = map_peer_memory(os.getpid(), *pool.identity(), pool.nbytes)
     assert int(theirs[::HUGE_PAGE_BYTES].sum()) == 7 * 8
     assert huge_bytes_of(theirs) == huge_bytes_of(pool.tensor)
 
 
-def test_prefaulting_ends_with_the_pool() -> None:
+def test_filling_ahead_ends_with_the_pool() -> None:
     """A thread that outlives it may let go of the tensor while the interpreter ends, which aborts the process."""
     pool = Pool([(FULL, (1 << 30) // FULL.block_bytes)])
-    thread = pool.prefault()
+    fd, nbytes = os.dup(pool.fd), pool.nbytes
+    thread = pool.fill_ahead()
     del pool
     assert not thread.is_alive()
+    assert 512 * os.fstat(fd).st_blocks < nbytes  # it did not fill all of it first
+    os.close(fd)
 
 
 def test_the_memory_goes_with_the_last_user() -> None:

@@ -230,7 +230,7 @@ def test_all_of_it_is_made_ahead_and_what_was_written_stays() -> None:
     header = memoryview(bytes(HEADER_BYTES))
     assert set(medium.write(keys, [(header, block)] * len(keys), soon())) == {Status.OK}
     assert 512 * os.fstat(fd).st_blocks < MEMORY_BYTES
-    medium.prefault().join()
+    medium.fill_ahead().join()
     assert mapping_of(address_of(medium._mapping)).resident_bytes == 512 * os.fstat(fd).st_blocks == MEMORY_BYTES
     found = [(memoryview(bytearray(HEADER_BYTES)), memoryview(bytearray(len(block)))) for _ in keys]
     assert list(medium.read(keys, found, soon())) == [Status.OK] * len(keys)
@@ -241,7 +241,7 @@ def test_all_of_it_is_made_ahead_and_what_was_written_stays() -> None:
 def test_mapping_ahead_ends_with_the_medium() -> None:
     fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
     medium = HostMedium(fd)
-    thread = medium.prefault()
+    thread = medium.fill_ahead()
     os.close(fd)
     del medium
     assert not thread.is_alive()
