@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from swiftkv.bench.client import Target, TimedAnswer, request_body
+from swiftkv.bench.client import Target, TimedAnswer, request_body, take_event
 
 _READ_BYTES = 1 << 16
 _END = b"data: [DONE]\n\n"
@@ -52,18 +52,10 @@ def _take_apart(pieces: Sequence[tuple[float, bytes]], answer: TimedAnswer) -> N
     ends = []  # of the pieces, in bytes from the start
     for came_s, piece in pieces:
         num_bytes += len(piece)
-        ends.append((num_bytes, came_s - answer.start_s))
+        ends.append((num_bytes, came_s))
     begin = text.index(b"\r\n\r\n") + 4
     while not text.startswith(_END, begin):
         end = text.index(b"\n\n", begin) + 2
         event = json.loads(text[begin + len(b"data: ") : end])
+        take_event(answer, event, next(came_s for last, came_s in ends if last >= end))
         begin = end
-        if usage := event.get("usage"):
-            answer.num_output_tokens = usage["completion_tokens"]
-        if event["choices"]:
-            came_s = next(came_s for last, came_s in ends if last >= end)
-            if answer.ttft_s:
-                answer.itls_s.append(came_s - answer.latency_s)
-            else:
-                answer.ttft_s = came_s
-            answer.latency_s = came_s

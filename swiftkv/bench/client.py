@@ -94,7 +94,6 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def _read_stream(response: httpx.Response, answer: TimedAnswer) -> None:
-    last_s = answer.start_s
     async for line in _lines(response):
         if not line.startswith(b"data:"):
             continue
@@ -102,24 +101,30 @@ async def _read_stream(response: httpx.Response, answer: TimedAnswer) -> None:
         if data == b"[DONE]":
             return
         event = json.loads(data)
-        now_s = time.perf_counter()
-        if "error" in event:
-            answer.error = str(event["error"])
+        take_event(answer, event, time.perf_counter())
+        if answer.error:
             return
-        if usage := event.get("usage"):
-            answer.num_prompt_tokens = usage["prompt_tokens"]
-            answer.num_output_tokens = usage["completion_tokens"]
-            answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        for choice in event.get("choices") or ():
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or ""
-            if delta.get("role") and not (text or choice.get("finish_reason")):
-                continue  # a chat's first event has only the role, and no generated text
-            if answer.ttft_s:
-                answer.itls_s.append(now_s - last_s)
-            else:
-                answer.ttft_s = now_s - answer.start_s
-            answer.text += text
-            answer.token_ids += choice.get("token_ids") or ()
-            last_s = now_s
-            answer.latency_s = now_s - answer.start_s
+
+
+def take_event(answer: TimedAnswer, event: Mapping[str, Any], came_s: float) -> None:
+    """Enter what an event of a stream says, and when it came by `time.perf_counter()`."""
+    if "error" in event:
+        answer.error = str(event["error"])
+        return
+    if usage := event.get("usage"):
+        answer.num_prompt_tokens = usage["prompt_tokens"]
+        answer.num_output_tokens = usage["completion_tokens"]
+        answer.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    since_start_s = came_s - answer.start_s
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or ""
+        if delta.get("role") and not (text or choice.get("finish_reason")):
+            continue  # a chat's first event has only the role, and no generated text
+        if answer.ttft_s:
+            answer.itls_s.append(since_start_s - answer.latency_s)
+        else:
+            answer.ttft_s = since_start_s
+        answer.latency_s = since_start_s
+        answer.text += text
+        answer.token_ids += choice.get("token_ids") or ()

@@ -82,7 +82,7 @@ class ModelRunner:
         self.pool = allocate_pool(
             list(zip(groups, group_blocks, strict=True)),
             self.device,
-            config.name,
+            name=config.name,
             shares_extents=isinstance(division, SharedExtents),
         )
         self.group_specs = _group_specs(groups, self.pool.regions, division)
