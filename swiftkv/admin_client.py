@@ -29,7 +29,7 @@ AdminKeyEnv = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="The environment variable that holds the admin key, if node.admin_key_env names one.",
+        help="The environment variable that holds the admin key. If it is unset, the key that the node made is used.",
     ),
 ]
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -102,7 +102,7 @@ def cache_pin(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
 ) -> None:
-    """Keep the blocks that a model's pool has of a prompt: that of a recent REQUEST, or one in a file."""
+    """Keep the blocks of a prompt that are in a model's pool. The prompt is that of a recent REQUEST, or in a file."""
     body = None
     if request is not None and prompt is None and model is None:
         path = admin_path("cache", "requests", request, "pin")

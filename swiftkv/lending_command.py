@@ -65,7 +65,7 @@ def lending_set(
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be recalled.")] = False,
 ) -> None:
-    """Set the most that WORKER lends, until the node stops. What it lent beyond that is back when this returns."""
+    """Set the most that WORKER lends, until the node stops. Returns when all memory lent beyond BUDGET is back."""
     from swiftkv.model_config import BUDGET_FORMS
     from swiftkv.units import format_size, parse_budget
 

@@ -68,6 +68,6 @@ def storage_attach(
 
 @storage_app.command("detach", epilog="Example: `swiftkv storage detach chat`")
 def storage_detach(model: Model, url: Url = DEFAULT_URL, admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV) -> None:
-    """Detach the storage of MODEL, which keeps what it has, until the node stops. Requests in flight go on."""
+    """Detach the storage of MODEL until the node stops. Its blocks are kept, and requests in flight go on."""
     change = ask_admin("POST", url, admin_path("storage", model, "detach"), admin_key_env, timeout_s=_TIMEOUT_S)
     print(f"{model} has no storage after {change['took_s']:.1f} s")
