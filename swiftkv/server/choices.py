@@ -36,20 +36,37 @@ class Delta:
     calls: list[ToolCallDelta] = field(default_factory=list)
     reasoning: str = ""
     num_reasoning_tokens: int = 0
-    parts: list[str | ToolCallDelta] = field(default_factory=list)
-    """The text and the calls in their order, where there may be calls."""
+    parts: list[Thought | Said | ToolCallDelta] = field(default_factory=list)
+    """The reasoning, the text and the calls in their order."""
     decoded: str = ""
     """All text of the tokens, before stop strings are held back and reasoning and calls are taken out."""
     text_tokens: list[TextToken] = field(default_factory=list)
     """The tokens of `text`, for protocols that show log-probabilities beside the text alone."""
 
+    def say(self, text: str) -> None:
+        """Add text for the user."""
+        if text:
+            self.text += text
+            self._grow(Said, text)
+
+    def think(self, text: str) -> None:
+        """Add reasoning."""
+        self.reasoning += text
+        self._grow(Thought, text)
+
+    def _grow(self, kind: type[Said | Thought], text: str) -> None:
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, kind):
+            self.parts[-1] = kind(last.text + text)
+        else:
+            self.parts.append(kind(text))
+
     def append(self, later: Delta) -> None:
-        """Add a later delta of the same choice."""
+        """Add a later delta of the same choice, except its `parts`."""
         self.text += later.text
         self.reasoning += later.reasoning
         self.num_reasoning_tokens += later.num_reasoning_tokens
         self.calls += later.calls
-        self.parts += later.parts
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.text_offsets += later.text_offsets
@@ -87,21 +104,26 @@ class _Calls:
 
     def separate(self, delta: Delta) -> None:
         """Leave the text for the user in `delta.text`, and move the calls to `delta.calls`."""
-        events = self._parser.push(delta.text)
+        decoded, delta.parts, delta.text = delta.parts, [], ""
+        for part in decoded:
+            if isinstance(part, Said):
+                self._take_all(self._parser.push(part.text), delta)
+            else:
+                delta.parts.append(part)
         if delta.finish_reason:
-            events += self._parser.finish()
-        delta.text = ""
-        for event in events:
-            self.take(event, delta)
+            self._take_all(self._parser.finish(), delta)
         if delta.finish_reason == "stop" and self._num_calls and not self._is_named:
             delta.finish_reason = "tool_calls"
+
+    def _take_all(self, events: Sequence[ToolEvent], delta: Delta) -> None:
+        for event in events:
+            self.take(event, delta)
 
     def take(self, event: ToolEvent, delta: Delta) -> None:
         """Add a parser's event to `delta`."""
         match event:
             case Said(text):
-                delta.text += text
-                delta.parts.append(text)
+                delta.say(text)
             case CallBegun(name):
                 call = ToolCallDelta(self._num_calls, FunctionDelta(name), self._parser.new_call_id(), "function")
                 self._num_calls += 1
@@ -183,9 +205,9 @@ class Choice:
             return delta
         self.num_tokens += len(tokens)
         delta.token_ids, delta.logprobs = tokens, output.logprobs
-        delta.text = self._text(tokens if stop_token is None else tokens[:-1], delta)
+        delta.say(self._text(tokens if stop_token is None else tokens[:-1], delta))
         if delta.finish_reason:
-            delta.text += self._flushed(delta) + self._stop_text(stop_token, delta)
+            delta.say(self._flushed(delta) + self._stop_text(stop_token, delta))
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
@@ -196,7 +218,9 @@ class Choice:
             delta.logprobs += output.logprobs[position : position + 1]
             if token == stop_token and position == len(output.token_ids) - 1:
                 break
-            self._tell(token, self._matched(self._text([token], delta)), delta)
+            text = self._text([token], delta)
+            is_header = self._sections is not None and self._sections.is_header
+            self._tell(token, text if is_header else self._matched(text), delta)
             if self._matcher.matched is not None:
                 break
         if delta.finish_reason and self._matcher.matched is None:
@@ -206,6 +230,8 @@ class Choice:
                 text += self._matcher.flush() + stop_text
             self._tell(None, text, delta)
         if self._matcher.matched is not None:
+            if self._sections is not None:
+                self._take(self._sections.finish(""), delta)
             delta.finish_reason, delta.stop_reason = "stop", self._matcher.matched
 
     def _matched(self, text: str) -> str:
@@ -243,7 +269,7 @@ class Choice:
         """Add `text` to the part of the answer that it belongs to; without a token, it is the last text."""
         sections = self._sections
         if sections is None:
-            delta.text += text
+            delta.say(text)
             return
         if token is None:
             self._take(sections.finish(text), delta)
@@ -261,13 +287,13 @@ class Choice:
         for event in events:
             match event:
                 case Thought(text):
-                    delta.reasoning += text
+                    delta.think(text)
                 case Said(text):
-                    delta.text += text
+                    delta.say(text)
                 case CallBegun() | ArgumentsGrown() if self._calls is not None:
                     self._calls.take(event, delta)
                 case ArgumentsGrown(text):  # without tools, it is text
-                    delta.text += text
+                    delta.say(text)
 
 
 async def deltas(generation: Generation, choices: Sequence[Choice]) -> AsyncIterator[list[Delta]]:

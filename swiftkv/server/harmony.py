@@ -95,6 +95,10 @@ class HarmonySections(Sections):
     def is_done(self) -> bool:
         return False
 
+    @property
+    def is_header(self) -> bool:
+        return self._header is not None and self._has_marks and _WITHOUT_MESSAGE.search(self._header) is None
+
     def is_mark(self, token_id: int) -> bool:
         return token_id in self._marks
 

@@ -12,6 +12,9 @@ from msgspec import UNSET
 
 from swiftkv.server.choices import Delta
 from swiftkv.server.named_logprobs import ChatTokenLogprob
+from swiftkv.server.reasoning import Thought
+from swiftkv.server.responses import ToolCallDelta
+from swiftkv.server.tool_parsers.base import Said
 
 
 @dataclass(slots=True)
@@ -86,22 +89,23 @@ class Passages:
 
         `logprobs` are those of `delta.text_tokens`, and go with the delta's first text.
         """
-        if delta.reasoning:
-            if not isinstance(self._open, ThoughtPassage):
-                yield from self._begin(ThoughtPassage(len(self.all)))
-            yield self._grow(delta.reasoning)
-        for part in delta.parts or ([delta.text] if delta.text else []):
-            if isinstance(part, str):
-                if not isinstance(self._open, TextPassage):
-                    yield from self._begin(TextPassage(len(self.all)))
-                yield self._grow(part, logprobs)
-                logprobs = ()
-                continue
-            if part.id is not UNSET:
-                assert part.function.name is not UNSET
-                yield from self._begin(CallPassage(len(self.all), part.id, part.function.name))
-            if part.function.arguments:
-                yield self._grow(part.function.arguments)
+        for part in delta.parts:
+            match part:
+                case Thought(text):
+                    if not isinstance(self._open, ThoughtPassage):
+                        yield from self._begin(ThoughtPassage(len(self.all)))
+                    yield self._grow(text)
+                case Said(text):
+                    if not isinstance(self._open, TextPassage):
+                        yield from self._begin(TextPassage(len(self.all)))
+                    yield self._grow(text, logprobs)
+                    logprobs = ()
+                case ToolCallDelta(id=call_id, function=function):
+                    if call_id is not UNSET:
+                        assert function.name is not UNSET
+                        yield from self._begin(CallPassage(len(self.all), call_id, function.name))
+                    if function.arguments:
+                        yield self._grow(function.arguments)
         if delta.finish_reason is not None:
             if not self.all:
                 yield from self._begin(TextPassage(0))

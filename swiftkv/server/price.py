@@ -211,6 +211,7 @@ class Generating:
         max_tokens: The longest answer of one sequence.
         prompt_logprobs: Alternatives for each prompt token, `None` for no prompt logprobs.
         prompt_logprobs_shown: How often the answer repeats those of one prompt.
+        prompt_logprobs_field: The field that asks for them.
         logprobs: Alternatives for each generated token, `None` for no logprobs.
         whole: Whether all of the answer is held until its end.
     """
@@ -220,6 +221,7 @@ class Generating:
     max_tokens: int
     prompt_logprobs: int | None
     prompt_logprobs_shown: int
+    prompt_logprobs_field: str
     logprobs: int | None
     whole: bool
 
@@ -235,7 +237,7 @@ class Generating:
         if self.prompt_logprobs is not None:
             numbers = tokens * self.prompt_logprobs_shown * (self.prompt_logprobs + 1)
             what = "numbers (prompt tokens x (alternatives + 1), for each choice that shows them)"
-            _check(numbers, LIMITS.prompt_logprobs, "prompt_logprobs", what)
+            _check(numbers, LIMITS.prompt_logprobs, self.prompt_logprobs_field, what)
         if self.logprobs is not None and self.whole:
             numbers = sequences * self.max_tokens * (self.logprobs + 1)
             what = "numbers (sequences x max_tokens x (alternatives + 1)) in an answer that is not streamed"

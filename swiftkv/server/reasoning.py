@@ -35,6 +35,11 @@ class Sections(ABC):
     def is_done(self) -> bool:
         """Whether the rest of the answer is text for the user."""
 
+    @property
+    def is_header(self) -> bool:
+        """Whether the answer is between its parts, in text that nobody sees."""
+        return False
+
     @abstractmethod
     def is_mark(self, token_id: int) -> bool:
         """Return whether a token may end one part and begin another."""

@@ -50,6 +50,7 @@ def sequence_requests(
         max_tokens=max(sampling.max_tokens for sampling in samplings),
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_shown=1 if isinstance(body, ChatBody) else n,
+        prompt_logprobs_field="logprobs" if body.prompt_logprobs is None else "prompt_logprobs",  # with `echo`
         logprobs=logprobs,
         whole=not body.stream,
     ).check(model.client.max_sequences_of(model.policy.sender))

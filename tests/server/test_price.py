@@ -172,7 +172,7 @@ def test_an_error_does_not_repeat_a_megabyte_of_the_body(gateway: Gateway) -> No
         ("/v1/completions", {**COMPLETION, "prompt": "x" * (1 << 20)}, 400, "prompt"),
         ("/v1/completions", {**COMPLETION, "prompt": ["a"] * 10, "n": 128}, 400, "n"),
         ("/v1/completions", {**LONG, "prompt_logprobs": 0}, 400, "prompt_logprobs"),
-        ("/v1/completions", {**LONG, "logprobs": 5, "echo": True}, 400, "prompt_logprobs"),
+        ("/v1/completions", {**LONG, "logprobs": 5, "echo": True}, 400, "logprobs"),
         ("/v1/completions", {**COMPLETION, "n": 128, "max_tokens": 4000, "logprobs": 20}, 400, "logprobs"),
         ("/tokenize", {"model": "chat", "prompt": "a " * (LIMITS.tokenize_chars // 2 + 1)}, 413, "prompt"),
         (
