@@ -149,6 +149,7 @@ class Loader:
         self._thread.join(patience_s)
 
     def _serve(self) -> None:
+        self._reach.begin_thread()
         prefer_latency()  # a prompt waits for this thread, which would wait for its turn where every core computes
         while job := self._next():
             done = self._search(job) if isinstance(job, Search) else self._read_part(job)

@@ -50,6 +50,9 @@ class Reach(Protocol):
     def max_read_bytes(self) -> float:
         """The most bytes that `landing` has room for at once; a block always finds room."""
 
+    def begin_thread(self) -> None:
+        """Prepare the calling thread; call it first in a thread that is to use this or wait for a `fence`."""
+
     def fence(self) -> Fence:
         """Return a fence for all that steps have launched so far, which may use blocks that are free by now.
 
@@ -81,6 +84,9 @@ class HostReach:
     def __init__(self, pools: Sequence[Tensor]) -> None:
         self.pools = pools
         self.max_read_bytes = math.inf
+
+    def begin_thread(self) -> None:
+        """Do nothing: every thread can use host memory."""
 
     def fence(self) -> Fence:
         return Fence(self.pools[0].device)
@@ -158,6 +164,11 @@ class DeviceReach:
         self._staging = self.buffer(staging_bytes(len(pools) * max_block_bytes))
         self.max_read_bytes = float(len(self._staging))
         self._up, self._down = open_lane(self._device, "up"), open_lane(self._device, "down")
+
+    def begin_thread(self) -> None:
+        """Choose the pools' GPU: a new thread is on GPU 0, and would make a context of half a GiB there."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def fence(self) -> Fence:
         return Fence(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -68,7 +69,7 @@ class DeviceRows:
         self.nbytes = pool.nbytes
         self._pool = pool.tensor
         self._device = pool.tensor.device
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = _rows_stream(self._device)
 
     def begin_thread(self) -> None:
         """Choose the pool's GPU: a new thread is on GPU 0, and would make a context of half a GiB there."""
@@ -85,6 +86,16 @@ class DeviceRows:
 
     def fence(self) -> Fence:
         return Fence(self._device)
+
+
+@cache
+def _rows_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for all rows of a device, for as long as the process lives.
+
+    Each copy is waited for, so that all attachments can share it. Torch hands out its few streams again and again: with
+    a new one for each attachment, rows would in the end be copied on the stream of a capture, and break that.
+    """
+    return torch.cuda.Stream(device)
 
 
 def gather_rows(pool: Tensor, offsets: Tensor, width_bytes: int) -> Tensor:

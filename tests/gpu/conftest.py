@@ -1,4 +1,7 @@
-"""Needs CUDA, torch, triton and no extension: `PYTHONPATH=. python -m pytest tests/gpu -rs -p no:cacheprovider`."""
+"""Needs CUDA, torch, triton, hypothesis and no extension.
+
+`PYTHONPATH=. python -m pytest tests/gpu -rs -p no:cacheprovider`
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def assert_close(got: Tensor, expected: Tensor, slack: float = 2.0) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (7, 1000), (33, 4096), (300, 5120), (3, 16_384)])
 def test_norms(rows: int, width: int, dtype: torch.dtype) -> None:
     x, weight = draw(rows, width, dtype=dtype), draw(width, dtype=dtype, seed=1)
-    assert_close(elementwise.rms_norm(x, weight, EPS), exact_norm(x, weight))
+    # A quotient that lies between two numbers may be rounded up or down, before it is multiplied.
+    assert_close(elementwise.rms_norm(x, weight, EPS), exact_norm(x, weight), slack=3)
     alone = elementwise.rms_norm(x[-1:].clone(), weight, EPS)
     assert torch.equal(alone[0], elementwise.rms_norm(x, weight, EPS)[-1])
 

@@ -23,7 +23,7 @@ from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.reach import HostReach, Span
 from swiftkv.tier.storage_thread import StorageThread
-from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
+from swiftkv.tier.stored_blocks import BlockName, RankParts, StoredBlocks
 from swiftkv.tier.writer import Writer, queue_memory
 from swiftkv.transport.fence import Fence
 from tests.support.storage import TIMEOUT_S, Clock, GatedMedium, MemoryMedium, Owner
@@ -166,6 +166,36 @@ def wait_for_parts(loader: Loader, owner: Owner, *loads: Load) -> list[PartRead]
         if sum(part.is_last for part in parts) < len(loads):
             count = owner.wait_for_more(count)
     return parts
+
+
+class PreparedReach(HostReach):
+    """Notes which thread was prepared for it, and checks that no other uses it."""
+
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        super().__init__(pools)
+        self.prepared: list[threading.Thread] = []
+
+    def begin_thread(self) -> None:
+        self.prepared.append(threading.current_thread())
+
+    def landing(self, spans: Sequence[Span]) -> list[RankParts]:
+        assert threading.current_thread() in self.prepared
+        return super().landing(spans)
+
+
+def test_the_thread_that_reads_is_prepared_once(backend: StorageBackend) -> None:
+    """A thread that chose no GPU would wait for a step on GPU 0, and take memory there."""
+    write(backend, 1, 2)
+    owner, reach = Owner(), PreparedReach([torch.zeros(4 * GROUP.block_bytes, dtype=torch.uint8)])
+    loader = Loader(StoredBlocks(below(backend), KEYS), reach, owner.wake)
+    loads = [load_of(1), load_of(2)]
+    for load in loads:
+        loader.submit(load)
+    assert all(part.num_read == 1 for part in wait_for_parts(loader, owner, *loads))
+    loader.close()
+    loader.join(TIMEOUT_S)
+    [thread] = reach.prepared
+    assert thread is not threading.current_thread()
 
 
 def test_what_was_written_is_found_and_read(backend: StorageBackend) -> None:
