@@ -1,4 +1,7 @@
-"""The composition root: starts the engines and the gateway, watches them, stops them, and leaves nothing behind."""
+"""The composition root: starts the engines and the gateway, watches them, stops them, and leaves nothing behind.
+
+It is one file of more than 400 lines, so that a node's life can be followed from its start to its end.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ The ranks live and die together: a follower ends with its standard input, which 
 every follower. Within a step no rank waits for another beyond a deadline; between steps the followers wait for orders
 without one. A rank that misses the deadline is found by elimination: every follower that lives and finds another one
 missing ends with `EXIT_GAVE_UP`, so the one that has not ended is the silent one.
+
+It is one file of more than 400 lines, so that each order of rank 0 stands beside what the followers do with it.
 """
 
 from __future__ import annotations
