@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
@@ -25,6 +24,8 @@ _FAILURES = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError
 _READ_PATIENCE_S = 2.0
 _LEAVING_POLL_MS = 100
 _OPEN_AGAIN_S = 10.0
+_OPENING_PATIENCE_S = 30.0
+"""The longest that an engine which has served waits for its storage before it serves again."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class AttachableTier(Tier):
         """Open the storage that the configuration names.
 
         Raises `ConfigError`, `OSError` or an error of a user's class if that cannot be done. An engine that has served
-        before serves without it, and tries again from time to time.
+        before serves without it if opening fails or takes long, and tries again from time to time.
         """
         self.wakeup = Wakeup()
         """Wakes the engine when there may be something to do."""
@@ -59,13 +60,10 @@ class AttachableTier(Tier):
         self._past: TierStats | None = None  # the totals of storage that was detached
         self._answers: list[StorageChanged] = []
         self._open_again_s: float | None = None  # monotonic: when to try once more
-        if config.storage is not None:
-            try:
-                self._tier = self._tier_of(self._opener(config.storage)())
-            except _FAILURES as error:
-                if not config.has_served:
-                    raise
-                self._try_later(error)
+        if config.storage is not None and config.has_served:
+            self._open_with_patience(config.storage)
+        elif config.storage is not None:
+            self._tier = self._tier_of(self._opener(config.storage)())
 
     def attach(self, message: AttachStorage) -> None:
         """Begin to open storage; `take_answers` returns the outcome.
@@ -173,14 +171,31 @@ class AttachableTier(Tier):
         if self._leaving is not None:
             self._leave(self._leaving)
 
-    def _take_opened(self, opened: OpenStorage | None, error: Exception | None) -> None:
-        """Use storage that was opened; if it could not be, answer so, or try again later."""
+    def _open_with_patience(self, spec: TierSpec) -> None:
+        opening = _Work("storage opening", self._opener(spec), self.wakeup.wake)
+        if not opening.ends_within(_OPENING_PATIENCE_S):
+            logger.warning(
+                "storage is still being opened after %g s; serving without it meanwhile", _OPENING_PATIENCE_S
+            )
+            self._opening = opening
+        elif (error := self._use(opening.result)) is not None or opening.result is None:
+            self._try_later(opening.error or error)
+
+    def _use(self, opened: OpenStorage | None) -> Exception | None:
+        """Use storage if it was opened. Return the error if that fails."""
         if opened is not None:
             try:
                 self._tier = self._tier_of(opened)
-                self._open_again_s = None
-            except _FAILURES as failure:
-                opened, error = None, failure
+            except _FAILURES as error:
+                return error
+        return None
+
+    def _take_opened(self, opened: OpenStorage | None, error: Exception | None) -> None:
+        """Use storage that was opened; if it could not be, answer so, or try again later."""
+        if (failure := self._use(opened)) is not None:
+            opened, error = None, failure
+        if opened is not None:
+            self._open_again_s = None
         if self._change_id is not None:
             self._end_change(
                 None if opened is not None else str(error or "it failed; the node's standard error has the reason")
@@ -217,7 +232,7 @@ class AttachableTier(Tier):
         self._change_id = None
 
     def _opener(self, spec: TierSpec) -> Callable[[], OpenStorage]:
-        return lambda: open_storage(spec, Path(self._config.path), self._groups, self._runner)
+        return lambda: open_storage(spec, self._groups, self._runner)
 
     def _tier_of(self, opened: OpenStorage) -> StorageTier:
         return StorageTier(
@@ -239,7 +254,13 @@ class _Work(Generic[_T]):
         self.is_over = False
         self._work = work
         self._wake = wake
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait for the end, and return whether it has come."""
+        self._thread.join(timeout_s)
+        return self.is_over
 
     def _run(self) -> None:
         try:

@@ -194,6 +194,10 @@ class ModelRunner:
         self._files.check_unchanged()
         return model
 
+    def weights_fingerprint(self) -> str:
+        """Return the fingerprint of the loaded weights, in any thread. Raises as `MappedWeights.fingerprint` does."""
+        return self._files.fingerprint()
+
     def drop_weights(self) -> None:
         """Free the memory of the weights. Until `use`, only steps without tokens may run, which only copy."""
         assert self._communicator.size == 1

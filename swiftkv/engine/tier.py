@@ -24,7 +24,7 @@ from swiftkv.storage.host_medium import HostMedium
 from swiftkv.storage.levels import Level, Levels
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
-from swiftkv.tier.keys import ObjectKeys, split_keys, weights_fingerprint
+from swiftkv.tier.keys import ObjectKeys, split_keys
 from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
@@ -289,16 +289,17 @@ class OpenStorage:
     queue: Tensor  # the memory of the writer
 
 
-def open_storage(spec: TierSpec, checkpoint: Path, groups: list[KVGroup], runner: ModelRunner) -> OpenStorage:
+def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> OpenStorage:
     """Open host memory and storage for a model: reads all of its weights, and may be called in any thread.
 
     Raises:
         ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory not locked.
+        FilesChangedError: The files of the weights were written to after they were loaded.
         OSError: The weights cannot be read, or the host memory cannot be mapped.
     """
     reach = runner.reach_pools()
     queue = queue_memory(reach, spec.queue_bytes, max(group.block_bytes for group in groups))
-    keys = ObjectKeys(groups, weights_fingerprint(checkpoint), runner.kernels, len(reach.pools))
+    keys = ObjectKeys(groups, runner.weights_fingerprint(), runner.kernels, len(reach.pools))
     levels = []
     name = "host"
     if spec.host_fd is not None:

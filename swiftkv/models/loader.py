@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from swiftkv.models.weights import ExpertModules, PackedPart, RankSlices, Sharde
 from swiftkv.progress import PROGRESS
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DIGESTED_BYTES = 16 << 20  # at a time
 
 
 class MappedWeights:
@@ -53,6 +55,31 @@ class MappedWeights:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
         self._layout = NameLayout(self._file_of)
+        try:
+            self._config = (directory / "config.json").read_bytes()
+            replaced = [
+                file for file, (opened, _) in zip(self._files, self._opened, strict=True) if _is_other(opened, file)
+            ]
+        except OSError as error:
+            raise CheckpointError(f"{directory}: {error}") from None
+        if replaced:
+            raise CheckpointError(f"{replaced[0]} was replaced while it was opened; start the model again")
+
+    def fingerprint(self) -> str:
+        """Return a hexadecimal digest of the configuration and the weights, every byte of them, and of no path.
+
+        It is of the files that are mapped, not of others that replaced them, and may be called in any thread.
+
+        Raises `FilesChangedError` if a mapped file was written to, `OSError` if one cannot be read.
+        """
+        digest = xxhash.xxh3_128()
+        digest.update(f"config.json\0{len(self._config)}\0".encode() + self._config)
+        for file, (opened, (num_bytes, _)) in zip(self._files, self._opened, strict=True):
+            digest.update(f"{file.name}\0{num_bytes}\0".encode())
+            for begin in range(0, num_bytes, _DIGESTED_BYTES):
+                digest.update(os.pread(opened.fileno(), _DIGESTED_BYTES, begin))
+        self.check_unchanged()
+        return digest.hexdigest()
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""
@@ -117,6 +144,11 @@ class MappedWeights:
         length = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         if length > 0:
             ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+def _is_other(opened: BinaryIO, file: Path) -> bool:
+    """Return whether a path no longer leads to the file that was opened there."""
+    return not os.path.samestat(os.fstat(opened.fileno()), file.stat())
 
 
 def _mark(opened: BinaryIO) -> tuple[int, int]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import msgspec
-import xxhash
 
 from swiftkv._core import blake3
 from swiftkv.cache.geometry import KVGroup
@@ -16,22 +14,6 @@ LAYOUT_VERSION = 1
 """Counts changes of the bytes of a block, such as the order of keys and values in a layer block."""
 
 BLOCK_KEY_BYTES = 32
-
-_PART_BYTES = 16 << 20
-
-
-def weights_fingerprint(directory: Path) -> str:
-    """Return a hexadecimal digest of a checkpoint's configuration and weights, every byte of them.
-
-    Raises `OSError` if a file cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    for file in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as opened:
-            while part := opened.read(_PART_BYTES):
-                digest.update(part)
-    return digest.hexdigest()
 
 
 class ObjectKeys:

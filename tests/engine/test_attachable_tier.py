@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -296,6 +298,58 @@ class MoodyMedium(MemoryMedium):
         super().__init__(may_open)
         if not Path(may_open).exists():
             raise RuntimeError("others' code")
+
+
+def test_storage_that_is_slow_to_open_at_a_restart_is_used_once_it_is(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine may have been stopped while it opened the directory, which locks that."""
+    monkeypatch.setattr(attachable_tier, "_OPENING_PATIENCE_S", 0.05)
+    spec = TierSpec(storage_that_opens_late(tmp_path / "may open"), "/")
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+        assert client.generate([prompt(0)])[0].token_ids == right[0]
+        assert tier(client).is_degraded
+        (tmp_path / "may open").touch()
+        while tier(client).backend != "dynamic":
+            client.take_one()
+        assert not tier(client).is_degraded
+
+
+def test_storage_that_opens_in_time_at_a_restart_is_there_for_the_first_prompt(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]]
+) -> None:
+    spec = TierSpec(file_storage(tmp_path / "kv"), "/", prefetch_policy="wait_complete", prefetch_threshold=BLOCK)
+    for has_served in (False, True):
+        with engine(checkpoint, storage=spec, has_served=has_served) as client:
+            [answer] = client.generate([prompt(0)])
+            assert answer.token_ids == right[0]
+            assert bool(answer.cached_tokens) == has_served
+            client.wait_for_rest()
+
+
+def test_what_is_attached_after_the_files_were_replaced_keeps_blocks_of_the_model_that_serves(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """New files are put into place while the old weights serve; only the next process loads them."""
+    served, new = tmp_path / "served", tmp_path / "new"
+    shutil.copytree(checkpoint, served)
+    make_checkpoint(new, "gemma3", seed=7)
+    spec = TierSpec(file_storage(tmp_path / "kv"), "/", prefetch_policy="wait_complete", prefetch_threshold=BLOCK)
+    with engine(new) as client:
+        right_ids = tokens(client.generate([prompt(0)]))
+    with engine(served) as client:
+        for file in new.iterdir():
+            os.replace(file, served / file.name)
+        attach(client, file_storage(tmp_path / "kv"))
+        assert outcome(client) is None
+        assert tokens(client.generate([prompt(0)])) != right_ids
+        stats = client.wait_for_rest()
+        assert stats.tier is not None
+        assert stats.tier.stored_blocks_total > 0
+    with engine(served, storage=spec) as client:
+        answers = client.generate([prompt(0)])
+    assert tokens(answers) == right_ids
+    assert answers[0].cached_tokens == 0
 
 
 def test_a_users_class_that_cannot_be_made_at_a_restart_is_used_once_it_can(

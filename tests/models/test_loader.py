@@ -141,3 +141,42 @@ def test_the_embedding_stays_in_the_file_and_small_tensors_do_not(tied: bool, tm
     assert is_mapped_from(decoder._embedding, tmp_path)
     assert not is_mapped_from(decoder._final_norm, tmp_path)
     assert not is_mapped_from(load(tmp_path, torch.float32)._embedding, tmp_path)
+
+
+def test_a_fingerprint_depends_on_every_byte_and_on_no_path(tmp_path: Path) -> None:
+    def fingerprint(name: str, config: str = "{}", value: float = 1.0) -> str:
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(config)
+        (directory / "README.md").write_text(name)
+        save_file({"weight": torch.full((3, 5), value)}, directory / "model.safetensors")
+        return MappedWeights(directory).fingerprint()
+
+    same = fingerprint("a")
+    assert fingerprint("b") == same
+    assert fingerprint("c", config="{ }") != same
+    assert fingerprint("d", value=1.5) != same
+
+
+def test_a_fingerprint_is_of_the_files_that_were_loaded(tmp_path: Path) -> None:
+    """KV of one model must not be kept under the name of the next one, whose files have taken the place."""
+    make_checkpoint(tmp_path / "old", "qwen3", seed=1)
+    make_checkpoint(tmp_path / "new", "qwen3", seed=2)
+    files = MappedWeights(tmp_path / "old")
+    before, others = files.fingerprint(), MappedWeights(tmp_path / "new").fingerprint()
+    assert before != others
+    rewrite_config(tmp_path / "new", rope_theta=9e4)
+    for name in ("config.json", "model.safetensors"):
+        os.replace(tmp_path / "new" / name, tmp_path / "old" / name)
+    assert files.fingerprint() == before
+    assert MappedWeights(tmp_path / "old").fingerprint() not in (before, others)
+
+
+def test_files_that_were_written_to_have_no_fingerprint(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    files = MappedWeights(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(FilesChangedError, match="was overwritten while the model used it"):
+        files.fingerprint()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.tier.keys import ObjectKeys, split_keys, weights_fingerprint
+from swiftkv.tier.keys import ObjectKeys, split_keys
 
 GROUP = KVGroup((0, 1), num_kv_heads=2, head_dim=32, dtype="float32", block_size=16)
 KEY = bytes(range(32))
@@ -36,21 +35,6 @@ def test_names_differ_with_all_that_the_bytes_depend_on() -> None:
     assert both.of(KEY, 0) != both.of(bytes(32), 0)
     assert len(both.of(KEY, 0)) == 32
     assert len(both.fingerprint) == 16
-
-
-def test_a_fingerprint_depends_on_every_byte_and_on_no_path(tmp_path: Path) -> None:
-    def checkpoint(name: str, config: str = "{}", weights: bytes = b"12345") -> str:
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "config.json").write_text(config)
-        (directory / "model.safetensors").write_bytes(weights)
-        (directory / "README.md").write_text(name)
-        return weights_fingerprint(directory)
-
-    same = checkpoint("a")
-    assert checkpoint("b") == same
-    assert checkpoint("c", config="{ }") != same
-    assert checkpoint("d", weights=b"12346") != same
 
 
 def test_keys_are_split() -> None:
