@@ -89,8 +89,13 @@ class HostTiers:
     def _bytes_with(self, plans: Sequence[ModelPlan]) -> int:
         """Return the size of the memories that there are, and of those that `plans` need besides."""
         made_bytes = sum(memory.nbytes for memory in self._memories.values())
-        to_make = [plan for plan in plans if plan.host_bytes and _files_of(plan) not in self._memories]
+        to_make = [plan for plan in self._without_memory(plans) if _files_of(plan) not in self._memories]
         return made_bytes + sum(plan.host_bytes or 0 for plan in to_make)
+
+    def _without_memory(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
+        """Return the plans that need memory and have none yet. The files of the others may have been replaced."""
+        have_some = {name for memory in self._memories.values() for name in memory.models}
+        return [plan for plan in plans if plan.host_bytes and plan.name not in have_some]
 
     def equip(self, plan: ModelPlan, engine: EngineConfig, plans: Sequence[ModelPlan]) -> EngineConfig:
         """Return an engine's configuration with its host memory, if it has any. `plans` are those of all models.
@@ -102,7 +107,7 @@ class HostTiers:
         assert engine.storage is not None
         weights = _files_of(plan)
         if weights not in self._memories:
-            sharers = [p for p in plans if p.host_bytes and _files_of(p) == weights]
+            sharers = [other for other in self._without_memory(plans) if _files_of(other) == weights]
             num_bytes = sum(sharer.host_bytes or 0 for sharer in sharers)
             self._memories[weights] = _Memory(_make_memory(plan, sharers, num_bytes), num_bytes)
         memory = self._memories[weights]

@@ -34,7 +34,10 @@ _BUSY_RETRY_S = 1.0
 
 
 class RunningModels:
-    """The models of a node that runs, and the tasks that keep their engines running. One change is made at a time."""
+    """The models of a node that runs, and the tasks that keep their engines running.
+
+    One change is made at a time, and the first once `begin` was called: until then the node is starting its models.
+    """
 
     def __init__(
         self,
@@ -64,6 +67,11 @@ class RunningModels:
         self._say = say
         self._keepers = keepers
         self._changing = asyncio.Lock()
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Allow changes from now on."""
+        self._has_begun = True
 
     async def add(self, section: object) -> str:
         """Start a model, and return its name when it serves. If that fails, the node is as it was.
@@ -165,21 +173,23 @@ class RunningModels:
     async def _come_up(self, member: Member, listening: socket.socket | None) -> None:
         """Start a model that was added, open its port, and let clients name it.
 
-        Raises `ApiError` 400 if it does not load.
+        Raises `ApiError` 400 if it does not load. Whatever happens, it comes up whole, or is forgotten.
         """
         name = member.plan.name
-        member.client.start()
-        try:
-            await member.supervisor.start_behind_others()
-            self._keepers[name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {name}")
-            [handle] = await asyncio.to_thread(
-                load_handles, self._fleet.config, [member], self._grammars, self._templates
-            )
-            if listening is not None:
-                self._ports.serve_model(listening, handle)
-        except (SwiftkvError, OSError) as error:
-            await self._end(member)
-            raise ApiError(400, str(error), code="load_failed") from None
+        async with contextlib.AsyncExitStack() as undoing:
+            undoing.push_async_callback(self._end, member)
+            try:
+                member.client.start()
+                await member.supervisor.start_behind_others()
+                self._keepers[name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {name}")
+                [handle] = await asyncio.to_thread(
+                    load_handles, self._fleet.config, [member], self._grammars, self._templates
+                )
+                if listening is not None:
+                    self._ports.serve_model(listening, handle)
+            except (SwiftkvError, OSError) as error:
+                raise ApiError(400, str(error), code="load_failed") from None
+            undoing.pop_all()
         self._metrics.show_model(name)
         if self._batches is not None:
             self._batches.add(member.config)
@@ -197,7 +207,10 @@ class RunningModels:
 
     @contextlib.asynccontextmanager
     async def _one_at_a_time(self) -> AsyncIterator[None]:
-        """Make a change; raise `ApiError` 409 if another one is in progress."""
+        """Make a change; raise `ApiError` 409 if another one is in progress, or the node is starting."""
+        if not self._has_begun:
+            message = "the node is starting; models can be changed when all of them are ready"
+            raise ApiError(409, message, code="busy", retry_after_s=_BUSY_RETRY_S)
         if self._changing.locked():
             raise ApiError(409, "another change of models is in progress", code="busy", retry_after_s=_BUSY_RETRY_S)
         async with self._changing:

@@ -303,7 +303,7 @@ class Node:
             for handle in handles:
                 if differences := handle.defaults.differences():
                     say(f"{handle.name}: sampling defaults of its generation_config.json: {differences}")
-            await self._serve_http(handles)
+            models = await self._serve_http(handles)
             await asyncio.gather(*engines)
         finally:
             for task in (telling, *engines):
@@ -313,6 +313,7 @@ class Node:
         gc.collect()
         gc.freeze()  # imports stay for good; a collection that walks them all would hold up every SSE response
         self._say_where()
+        models.begin()
 
     async def _tell_loading(self, members: Sequence[Member]) -> None:
         """Print the progress of engines that still load, every few seconds."""
@@ -333,8 +334,8 @@ class Node:
         cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
         _say_when(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
 
-    async def _serve_http(self, handles: Sequence[ModelHandle]) -> None:
-        """Open the ports."""
+    async def _serve_http(self, handles: Sequence[ModelHandle]) -> RunningModels:
+        """Open the ports. The models may be changed once `begin` of the result was called."""
         from swiftkv.server.app import ServerSettings
         from swiftkv.server.models import ModelTable
         from swiftkv.server.tenants import senders_by_key
@@ -373,6 +374,7 @@ class Node:
         ports.serve_node(self._sockets[0], table, models)
         for listening, handle in zip(self._sockets[1:], own, strict=True):
             ports.serve_model(listening, handle)
+        return models
 
     async def _open_batches(self, table: ModelTable, state: Path) -> BatchService:
         from swiftkv.server.batches.service import BatchService

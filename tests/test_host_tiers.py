@@ -100,6 +100,25 @@ def test_models_with_the_same_files_share_what_they_bring_together(directory: Pa
             os.fstat(fd)
 
 
+def test_a_model_keeps_its_memory_when_its_files_are_replaced(directory: Path) -> None:
+    """It serves the old ones until it is started again; the directory may even be gone."""
+    shutil.copytree(directory / "weights", directory / "served")
+    (served, new), engines = plan(
+        directory,
+        "path: served, tiers: {host: {size: 3MiB}}",
+        "path: copy, tiers: {host: {size: 5MiB}}",
+    )
+    tiers = HostTiers()
+    tiers.equip(served, engines[0], [served])
+    shutil.rmtree(directory / "served")
+    check_sums(tiers, [served, new], 8 << 20)
+    shutil.copytree(directory / "copy", directory / "served", copy_function=os.link)
+    (fd,) = tiers.equip(new, engines[1], [served, new]).inherited_fds
+    assert os.fstat(fd).st_size == 5 << 20
+    tiers.release("m0")
+    tiers.release("m1")
+
+
 def test_a_memory_smaller_than_a_block_is_a_mistake(directory: Path) -> None:
     plans, (engine,) = plan(directory, "path: weights, tiers: {host: {size: 4KiB}}")
     with pytest.raises(ConfigError, match=r"tiers.host: no block of m0 fits into 4KiB"):

@@ -24,6 +24,7 @@ from tests.support.node_process import (
     DEADLINE_S,
     MAX_MODEL_LEN,
     NodeProcess,
+    free_ports,
     remove,
     short_temporary_directory,
     small_models,
@@ -245,6 +246,53 @@ def test_a_tokenizer_that_cannot_be_read_leaves_the_node_as_it_was(
     assert "no usable tokenizer" in refused.json()["error"]["message"]
     assert traces(node) == before
     assert_alone(node)
+
+
+def test_a_failure_that_nobody_foresaw_leaves_the_node_as_it_was(node: NodeProcess, checkpoint: Path) -> None:
+    """Whatever cleans up temporary directories may take that of the sockets."""
+    before = traces(node)
+    [sockets] = node.temporary.iterdir()
+    away = node.temporary / "taken-away"
+    sockets.rename(away)
+    [section] = small_models(checkpoint, "guest")
+    assert add(node, section).status_code == 500
+    away.rename(sockets)
+    assert traces(node) == before
+    assert_alone(node)
+    assert add(node, section).status_code == 201
+    assert admin(node, "DELETE", "models/guest").status_code == 200
+    assert_alone(node)
+
+
+def test_models_do_not_change_while_the_node_starts(checkpoint: Path, tmp_path: Path, temporary: Path) -> None:
+    """One engine is stopped while it loads, so that the node has opened its ports and is not ready yet."""
+    [port] = free_ports(1)
+    config = {"node": {"port": port}, "models": small_models(checkpoint, "early", "late")}
+    with NodeProcess(config, tmp_path, temporary, wait=False) as node:
+        node.url = f"http://127.0.0.1:{port}"
+        wait_for("the engine of late", lambda: "late" in node.engines())
+        node.engines()["late"].send_signal(signal.SIGSTOP)
+        wait_for("early to serve", lambda: answers(node) and node.ready()["early"] == "ready")
+        [section] = small_models(checkpoint, "guest")
+        for refused in (
+            admin(node, "DELETE", "models/early"),
+            admin(node, "DELETE", "models/late"),
+            add(node, section),
+        ):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "busy")
+            assert "the node is starting" in refused.json()["error"]["message"]
+        node.engines()["late"].send_signal(signal.SIGCONT)
+        node.wait_line("all models: ")
+        assert admin(node, "DELETE", "models/early").status_code == 200
+        assert set(node.ready()) == {"late"}
+        assert complete(node, "late").status_code == 200
+
+
+def answers(node: NodeProcess) -> bool:
+    try:
+        return bool(get(node, "/ready"))
+    except httpx.TransportError:
+        return False
 
 
 def test_the_only_model_stays(node: NodeProcess) -> None:
