@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from swiftkv.config_fields import Section
 from swiftkv.errors import ConfigError
 from swiftkv.kv_events_config import host_of
-from swiftkv.mistakes import describe_mistakes, show
+from swiftkv.mistakes import describe_mistakes, mistakes_about_text, show
 from swiftkv.model_config import LONGEST_NAME, ModelConfig
 from swiftkv.node_config import NodeConfig, is_loopback
 from swiftkv.tenant_config import mistakes_about_tenants
@@ -67,6 +67,13 @@ class Config(Section):
         """Return this configuration without one of its models."""
         rest = tuple(model for model in self.models if model.name != name)
         return self.model_copy(update={"models": rest})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_text(cls, raw: Any) -> Any:
+        if mistakes := list(mistakes_about_text(raw)):
+            raise ValueError("\n".join(mistakes))
+        return raw
 
     @model_validator(mode="after")
     def _check_across_models(self) -> Config:

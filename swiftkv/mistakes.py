@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -31,11 +33,32 @@ _KEY_OF_FLAG = {
     "uvicorn_log_level": "node.log_level",
 }
 """The keys that do what vLLM's flags do, where the names differ."""
+_UNUSABLE = re.compile(r"[\0\ud800-\udfff]")
+"""NUL, and the halves of characters that JSON writes as pairs, which YAML does not join."""
 
 
 def describe_mistakes(error: ValidationError, root: type[BaseModel]) -> str:
     """Return one line for each mistake. `root` is the type of the whole file; its fields' descriptions are quoted."""
     return "\n".join(_describe(mistake, root) for mistake in error.errors())
+
+
+def mistakes_about_text(raw: object) -> Iterator[str]:
+    """Yield a line for each text in mappings and lists that neither a file's name nor a message can be."""
+    seen = set()  # with YAML's anchors, a list may have itself, or another one many times
+    left: deque[tuple[tuple[int | str, ...], object]] = deque([((), raw)])
+    while left:
+        location, value = left.popleft()
+        if isinstance(value, str):
+            if _UNUSABLE.search(value):
+                yield f"{_key_path(location)}: {ascii(value)[:80]} has a NUL or half of a character; write other text"
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in items:
+                if _UNUSABLE.search(str(key)):
+                    yield f"{_key_path(location)}: the key {ascii(key)[:80]} has a NUL or half of a character"
+                else:
+                    left.append(((*location, key), inner))
 
 
 def _describe(mistake: Any, root: type[BaseModel]) -> str:

@@ -273,6 +273,18 @@ MISTAKES = [
         "models[0].lending.budget: 2GiB is more than kv_cache.memory (128MiB); lower it or write 100%",
     ),
     (
+        ONE_MODEL % ', generation_config: "a\\0b"',
+        "models[0].generation_config: 'a\\x00b' has a NUL or half of a character; write other text",
+    ),
+    (
+        'node: {state_dir: "\\ud83d\\ude00"}\n' + ONE_MODEL % "",
+        "node.state_dir: '\\ud83d\\ude00' has a NUL or half of a character; write other text",
+    ),
+    (
+        ONE_MODEL % ', "\\ud800": 3',
+        "models[0]: the key '\\ud800' has a NUL or half of a character",
+    ),
+    (
         ONE_MODEL % ", max_num_batched_tokens: 32",
         "models[0].max_num_batched_tokens: 32 is less than max_num_seqs (64), each of which needs a token per step; "
         "raise it or lower max_num_seqs",
@@ -311,6 +323,13 @@ def test_a_key_that_is_a_number_or_a_switch_is_a_mistake(tmp_path: Path) -> None
     assert message_for("node: !!map [a]", tmp_path) == f"{tmp_path / 'node.yaml'}:1:7: this is not a mapping"
     for key in ("1", "on", "null"):
         assert message_for(f"node: {{}}\n{key}: 2\n", tmp_path) == f"{tmp_path / 'node.yaml'}:2:1: a key must be a word"
+
+
+def test_text_that_no_file_can_have_is_found_however_lists_are_nested(tmp_path: Path) -> None:
+    """With anchors, a small file has lists of billions of texts, and lists that hold themselves."""
+    lists = ["a0: &a0 [x, x]", *[f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20)]]
+    text = "models: []\nself: &self [*self]\n" + "\n".join(lists) + '\nlast: ["\\0"]'
+    assert message_for(text, tmp_path) == "last[0]: '\\x00' has a NUL or half of a character; write other text"
 
 
 def test_sections_may_be_merged(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_tenants_keys_are_keys_of_the_node() -> None:
         ({"weight": "much"}, r"node\.tenants\[0\]\.weight: 'much' is not a number from 0\.01 to 100"),
         ({"max_service_tier": "gold"}, r"max_service_tier: 'gold' is not priority, default, flex, batch or null"),
         ({"cache": "none"}, r"node\.tenants\[0\]\.cache: 'none' is not private or shared"),
-        ({"name": "a\0b"}, r"node\.tenants\[0\]\.name: .* is not a name of letters, digits"),
+        ({"name": "a\tb"}, r"node\.tenants\[0\]\.name: .* is not a name of letters, digits"),
         ({"api_key_env": "sk-123"}, r"api_key_env: 'sk-123' is not the name of an environment variable$"),
         ({"api_key": "k"}, r"node\.tenants\[0\]\.api_key: unknown key; did you mean api_key_env\?"),
     ],

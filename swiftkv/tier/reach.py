@@ -21,6 +21,7 @@ from swiftkv.kernels.host_copies import page_locked
 from swiftkv.storage.buffers import staging_bytes
 from swiftkv.tier.stored_blocks import RankParts
 from swiftkv.transport.fence import Fence
+from swiftkv.units import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,13 @@ class HostReach:
         return [pool.numpy().data for pool in self.pools]
 
     def buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        except RuntimeError:
+            raise ConfigError(
+                f"tiers: there is no memory for blocks that wait to be written ({format_size(num_bytes)}); lower "
+                "tiers.storage.queue"
+            ) from None
 
     def landing(self, spans: Sequence[Span]) -> list[RankParts]:
         return [[span.of(pool).numpy().data for pool in self.pools] for span in spans]

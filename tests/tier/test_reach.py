@@ -112,6 +112,11 @@ def test_what_storage_reads_comes_to_its_place_in_the_pool_of_each_rank(num_rank
     end(loader)
 
 
+def test_a_queue_that_no_machine_has_memory_for_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"^tiers: there is no memory for .* \(1EiB\); lower tiers.storage.queue$"):
+        HostReach([torch.zeros(1, dtype=torch.uint8)]).buffer(1 << 60)
+
+
 def test_a_load_is_told_only_when_its_bytes_are_in_the_pool() -> None:
     stored = Stored(MemoryMedium("told"), 2)
     stored.put(1, 2)
