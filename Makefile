@@ -49,7 +49,7 @@ check: setup
 	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
 # Two processes may share these tests. The others start nodes and watch what the machine has left, so that they run alone.
-COMPUTING := $(addprefix tests/,cache core kernels models planning server)
+COMPUTING := $(addprefix tests/,cache core engine kernels lease master models planning server worker)
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING)

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swiftkv.config import Config
 from swiftkv.devices import check_devices
-from swiftkv.errors import ConfigError, SwiftkvError
+from swiftkv.errors import ConfigError, EngineError, SwiftkvError
 from swiftkv.fleet import Fleet, Member
 from swiftkv.handles import load_handles
 from swiftkv.model_config import ModelConfig
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from swiftkv.server.models import ModelHandle, ModelTable
 
 _BUSY_RETRY_S = 1.0
+_Mark = frozenset[tuple[str, int, int, int]]
+"""The names, inodes, sizes and times of a model's files."""
 
 
 class RunningModels:
@@ -68,6 +71,7 @@ class RunningModels:
         self._keepers = keepers
         self._changing = asyncio.Lock()
         self._has_begun = False
+        self._marks = {name: _mark_of(member.plan) for name, member in fleet.members.items()}
 
     def begin(self) -> None:
         """Allow changes from now on."""
@@ -135,21 +139,43 @@ class RunningModels:
         async with self._one_at_a_time():
             handle = self._table.get(name)
             name = handle.name
-            member = self._fleet.members[name]
             try:
-                [renewed] = await asyncio.to_thread(self._renewed, member)
+                mark, renewed = await asyncio.to_thread(self._renewed, name)
             except (SwiftkvError, OSError) as error:
                 raise ApiError(400, str(error), code="invalid_model") from None
             await handle.sleeper.sleep(2, timeout_s, now=now)
-            self._table.add(renewed)  # first: if its engine ends now, the next one loads the new files, too
-            self._ports.renew(renewed)
+            self._show(renewed, mark)
             await handle.sleeper.wake()
             self._say(f"{name}: reloaded")
 
-    def _renewed(self, member: Member) -> list[ModelHandle]:
-        """Return the handle of a model with its current files; raise `SwiftkvError` for unfit ones."""
-        self._fleet.check_files(member.plan.name)
-        return load_handles(self._fleet.config, [member], self._grammars, self._templates)
+    async def before_restart(self, name: str) -> None:
+        """Have clients meet the files that the next engine of a model will load, if they are others than before.
+
+        Raises `EngineError`, after a line that says why, if they cannot replace those that the model was served from.
+        """
+        if await asyncio.to_thread(_mark_of, self._fleet.members[name].plan) == self._marks[name]:
+            return
+        try:
+            mark, renewed = await asyncio.to_thread(self._renewed, name)
+        except (SwiftkvError, OSError) as error:
+            self._say(f"{name}: its files have changed, and cannot replace those that it was served from: {error}")
+            raise EngineError(str(error)) from None
+        self._show(renewed, mark)
+        self._say(f"{name}: its files have changed; the next engine serves the new ones")
+
+    def _renewed(self, name: str) -> tuple[_Mark, ModelHandle]:
+        """Return the handle of a model with its current files, and their mark. Raises `SwiftkvError` for unfit ones."""
+        member = self._fleet.members[name]
+        mark = _mark_of(member.plan)  # first: what changes after that is noticed at the next start
+        self._fleet.check_files(name)
+        [renewed] = load_handles(self._fleet.config, [member], self._grammars, self._templates)
+        return mark, renewed
+
+    def _show(self, renewed: ModelHandle, mark: _Mark) -> None:
+        """Let clients meet a model's new handle, from now on: even if its engine ends now, the next has these files."""
+        self._marks[renewed.name] = mark
+        self._table.add(renewed)
+        self._ports.renew(renewed)
 
     def _check(self, section: object) -> tuple[Config, ModelPlan]:
         """Return the configuration with one more model, and its plan. Raises `ConfigError`."""
@@ -181,7 +207,9 @@ class RunningModels:
             try:
                 member.client.start()
                 await member.supervisor.start_behind_others()
-                self._keepers[name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {name}")
+                keeping = member.supervisor.keep_running(partial(self.before_restart, name))
+                self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")
+                self._marks[name] = _mark_of(member.plan)
                 [handle] = await asyncio.to_thread(
                     load_handles, self._fleet.config, [member], self._grammars, self._templates
                 )
@@ -203,6 +231,7 @@ class RunningModels:
             await self._tasks.end(keeper)
         await member.supervisor.stop()
         self._fleet.remove(name)
+        self._marks.pop(name, None)
         self._metrics.hide_model(name)
 
     @contextlib.asynccontextmanager
@@ -215,3 +244,13 @@ class RunningModels:
             raise ApiError(409, "another change of models is in progress", code="busy", retry_after_s=_BUSY_RETRY_S)
         async with self._changing:
             yield
+
+
+def _mark_of(plan: ModelPlan) -> _Mark:
+    """Return what changes when a model's files do; empty if the directory is gone."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for file in plan.checkpoint.directory.iterdir():
+            status = file.stat()
+            found.add((file.name, status.st_ino, status.st_size, status.st_mtime_ns))
+    return frozenset(found)

@@ -16,6 +16,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,6 +204,7 @@ class Node:
         self._tasks = Tasks()
         self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: the task that keeps its engine running
         self._ports: Ports | None = None
+        self._models: RunningModels | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -303,7 +305,7 @@ class Node:
             for handle in handles:
                 if differences := handle.defaults.differences():
                     say(f"{handle.name}: sampling defaults of its generation_config.json: {differences}")
-            models = await self._serve_http(handles)
+            models = self._models = await self._serve_http(handles)
             await asyncio.gather(*engines)
         finally:
             for task in (telling, *engines):
@@ -327,12 +329,17 @@ class Node:
     async def _start_engine(self, member: Member, started_s: float) -> None:
         plan = member.plan
         ready = await member.supervisor.start()
-        self._keepers[plan.name] = self._tasks.start(member.supervisor.keep_running(), f"the supervisor of {plan.name}")
+        keeping = member.supervisor.keep_running(partial(self._before_restart, plan.name))
+        self._keepers[plan.name] = self._tasks.start(keeping, f"the supervisor of {plan.name}")
         took_s = time.monotonic() - started_s
         pool = format_size(ready.pool_bytes)
         where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
         cached = f"{pool} of KV cache{where} for {ready.num_blocks * ready.block_size:,} tokens"
         _say_when(f"{plan.name}: ready after {took_s:.1f} s, {cached}, {ready.max_model_len:,} in one sequence")
+
+    async def _before_restart(self, name: str) -> None:
+        if self._models is not None:  # else clients know no model yet
+            await self._models.before_restart(name)
 
     async def _serve_http(self, handles: Sequence[ModelHandle]) -> RunningModels:
         """Open the ports. The models may be changed once `begin` of the result was called."""

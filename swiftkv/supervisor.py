@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -119,8 +119,11 @@ class EngineSupervisor:
         how = life.result().how
         raise EngineError(f"{self._config.name}: the engine {how} before it was ready; its own message is above")
 
-    async def keep_running(self) -> None:
-        """Start the engine again whenever it ends, until the node stops."""
+    async def keep_running(self, prepare: Callable[[], Awaitable[None]]) -> None:
+        """Start the engine again whenever it ends, until the node stops.
+
+        `prepare` is called before each start; if it raises `EngineError`, that start has failed.
+        """
         while True:
             assert self._life is not None
             await asyncio.wait({self._life})  # cancelling this wait does not cancel the task
@@ -135,6 +138,7 @@ class EngineSupervisor:
             else:
                 await self._recover(end)
             with contextlib.suppress(EngineError):  # the next round deals with its end
+                await prepare()
                 ready = await start()
                 self._say(f"{self._config.name}: serves again (process {ready.pid})")
 

@@ -111,3 +111,49 @@ def test_requests_wait_for_a_model_that_is_loaded_anew(tmp_path: Path) -> None:
         assert reloading.result().status_code == 200
         assert text(waiting.result().text) == text("\n".join(shown)) == text(before) != ""
     remove(temporary)
+
+
+def test_a_model_that_wakes_with_other_files_is_asked_in_their_way(tmp_path: Path) -> None:
+    """The template belongs to the new weights, and so does the vocabulary, which must stay as it was."""
+    make_checkpoint(tmp_path / "served", "llama", tokenizer=True)
+    make_checkpoint(tmp_path / "other", "llama", vocab_size=331)
+    [model] = small_models(tmp_path / "served", "changing")
+    temporary = short_temporary_directory()
+    with NodeProcess({"node": {"port": 0}, "models": [model]}, tmp_path, temporary) as node:
+
+        def admin(what: str) -> int:
+            url = f"{node.url}/admin/models/changing/{what}"
+            return httpx.post(url, headers=node.admin_headers(), timeout=DEADLINE_S).status_code
+
+        def prompt_tokens() -> int:
+            body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+            answer = httpx.post(f"{node.url}/v1/chat/completions", json=body, timeout=DEADLINE_S).json()
+            tokens: int = answer["usage"]["prompt_tokens"]
+            return tokens
+
+        before = prompt_tokens()
+        assert admin("sleep?level=2") == 200
+        assert admin("wake") == 200
+        assert prompt_tokens() == before
+        template = tmp_path / "served" / "chat_template.jinja"
+        shown = template.read_text() if template.exists() else "{{ messages[0].content }}"
+        template.write_text("one two three four five six seven " + shown)
+        node.engines()["changing"].kill()
+        node.wait_line("changing: its files have changed; the next engine serves the new ones")
+        node.wait_line("changing: serves again")
+        longer = prompt_tokens()
+        assert longer > before
+        assert admin("sleep?level=2") == 200
+        template.write_text("one two three four five six seven eight nine ten " + shown)
+        assert admin("wake") == 200
+        assert prompt_tokens() > longer
+        assert admin("sleep?level=2") == 200
+        shutil.copytree(tmp_path / "served", tmp_path / "kept")
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(tmp_path / "other" / name, tmp_path / "served" / name)
+        assert admin("wake") == 503
+        node.wait_line("changing: its files have changed, and cannot replace those .* vocabulary has changed")
+        put(tmp_path / "kept", tmp_path / "served")
+        wait_for("it to serve", lambda: node.ready()["changing"] == "ready")
+        assert prompt_tokens() > longer
+    remove(temporary)
