@@ -40,11 +40,14 @@ __all__ = [
     "rms_norm",
     "rms_norm_residual",
     "rope_write_kv",
+    "rounding",
     "route",
     "set_num_threads",
 ]
 
 name = "cpu"
+rounding = f"cpu {_cpu.isa()}{' amx' if _cpu.amx_is_emulated() else ''}"
+"""Names how these kernels round: each instruction set sums in an order of its own."""
 
 _TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 

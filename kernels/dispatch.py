@@ -67,4 +67,6 @@ def _cpu_is_supported() -> bool:
         _cpu.isa()
     except (ImportError, RuntimeError):  # not built for this platform, or the CPU has no AVX2
         return False
+    except ValueError as error:  # of the environment
+        raise ConfigError(f"{error}; or unset it") from None
     return True

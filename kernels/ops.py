@@ -59,6 +59,10 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def name(self) -> str:
         """`cpu`, `triton` or `reference`."""
 
+    @property
+    def rounding(self) -> str:
+        """Names how these kernels round, here: KV that others wrote may differ in its last bits."""
+
     def set_num_threads(self, n: int, /) -> None:
         """Share the work of every function between `n` threads of the host, the calling one included."""
 

@@ -47,11 +47,12 @@ __all__ = [
     "rms_norm",
     "rms_norm_residual",
     "rope_write_kv",
+    "rounding",
     "route",
     "set_num_threads",
 ]
 
-name = "reference"
+name = rounding = "reference"
 
 
 def set_num_threads(n: int) -> None:

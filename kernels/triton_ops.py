@@ -39,11 +39,12 @@ __all__ = [
     "rms_norm",
     "rms_norm_residual",
     "rope_write_kv",
+    "rounding",
     "route",
     "set_num_threads",
 ]
 
-name = "triton"
+name = rounding = "triton"
 
 
 def set_num_threads(n: int) -> None:

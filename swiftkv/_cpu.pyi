@@ -7,6 +7,9 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+def amx_is_emulated() -> bool:
+    """Return whether tiles are computed by other instructions, bit by bit as AMX does, for tests."""
+
 def isa() -> str:
     """Return the instruction set in use: avx2, avx512, avx512_bf16 or amx. SWIFTKV_CPU_ISA chooses another."""
 

@@ -47,6 +47,7 @@ NB_MODULE(_cpu, m) {
     m.doc() = "CPU kernels of swiftkv.";
     m.def("supported_isa", [] { return swiftkv::isa_name(swiftkv::supported_isa()); });
     m.def("isa", [] { return swiftkv::isa_name(swiftkv::active_isa()); });
+    m.def("amx_is_emulated", &swiftkv::amx_is_emulated);
     m.def("num_threads", &swiftkv::num_threads);
     m.def("set_num_threads", &swiftkv::set_num_threads, nb::arg("n"));
     m.def("forbid_tokens", &forbid_tokens, nb::arg("logits"), nb::arg("num_rows"), nb::arg("vocab_size"),

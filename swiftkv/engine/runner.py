@@ -76,6 +76,7 @@ class ModelRunner:
         self._model = self.load_weights(background)
         self._model.ops.set_num_threads(config.threads)
         self.kernels = self._model.ops.name
+        self.rounding = self._model.ops.rounding
         self.expert_loads = self._count_experts()
         group_blocks = division.group_blocks(self._kv_bytes(division))
         self.num_blocks = division.sequence_blocks(group_blocks)

@@ -299,7 +299,7 @@ def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> 
     """
     reach = runner.reach_pools()
     queue = queue_memory(reach, spec.queue_bytes, max(group.block_bytes for group in groups))
-    keys = ObjectKeys(groups, runner.weights_fingerprint(), runner.kernels, len(reach.pools))
+    keys = ObjectKeys(groups, runner.weights_fingerprint(), runner.rounding, len(reach.pools))
     levels = []
     name = "host"
     if spec.host_fd is not None:

@@ -19,12 +19,12 @@ BLOCK_KEY_BYTES = 32
 class ObjectKeys:
     """Names blocks by weights, data type, layout, KV group and rank, beside the tokens and the salt."""
 
-    def __init__(self, groups: Sequence[KVGroup], weights: str, kernels: str, num_ranks: int = 1) -> None:
-        """`weights` is their fingerprint; `kernels` names those that write KV, because others may round differently.
+    def __init__(self, groups: Sequence[KVGroup], weights: str, rounding: str, num_ranks: int = 1) -> None:
+        """`weights` is their fingerprint; `rounding` names how the kernels round that write KV.
 
         `groups` are those of one rank.
         """
-        common = [LAYOUT_VERSION, weights, kernels]
+        common = [LAYOUT_VERSION, weights, rounding]
         parts = [[]] if num_ranks == 1 else [[rank, num_ranks] for rank in range(num_ranks)]
         self.num_ranks = num_ranks
         self._domains = [

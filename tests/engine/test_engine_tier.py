@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from swiftkv import _cpu
 from swiftkv.engine.messages import HIT_TIERS
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.host_medium import make_host_memory
@@ -129,6 +130,20 @@ def host_fd() -> Iterator[int]:
     fd = make_host_memory(16 << 20, 4096)
     yield fd
     os.close(fd)
+
+
+@pytest.mark.skipif(_cpu.supported_isa() == "avx2", reason="the processor has one instruction set")
+def test_blocks_that_were_rounded_in_another_way_are_not_used(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several machines may share a storage; each answers as it would alone."""
+    spec = storage(file_backend(tmp_path / "kv"))
+    answers(checkpoint, PROMPTS, storage=spec)
+    monkeypatch.setenv("SWIFTKV_CPU_ISA", "avx2")
+    for is_stored in (False, True):
+        with EngineProcess(checkpoint, max_model_len=MAX_MODEL_LEN, storage=spec) as client:
+            assert [bool(answer.cached_tokens) for answer in client.generate(PROMPTS)] == [is_stored] * len(PROMPTS)
+            wait_until_stored(client)
 
 
 def test_hits_are_told_by_the_tier_that_they_came_from(checkpoint: Path, tmp_path: Path, host_fd: int) -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from swiftkv.errors import ConfigError
@@ -28,3 +32,12 @@ def test_a_kind_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(OPS_VARIABLE, "refernce")
     with pytest.raises(ConfigError, match="SWIFTKV_OPS=refernce"):
         select_ops("cpu")
+
+
+def test_an_instruction_set_that_there_is_not_is_refused() -> None:
+    """It is read once in a process."""
+    program = "from swiftkv.kernels.dispatch import select_ops; select_ops('cpu')"
+    environment = {**os.environ, "SWIFTKV_CPU_ISA": "avx3"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "ConfigError: SWIFTKV_CPU_ISA=avx3: use avx2, avx512, avx512_bf16 or amx; or unset it" in run.stderr

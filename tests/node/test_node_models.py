@@ -249,7 +249,7 @@ def test_a_tokenizer_that_cannot_be_read_leaves_the_node_as_it_was(
 
 
 def test_a_failure_that_nobody_foresaw_leaves_the_node_as_it_was(node: NodeProcess, checkpoint: Path) -> None:
-    """Whatever cleans up temporary directories may take that of the sockets."""
+    """A program that cleans up temporary directories may take that of the sockets."""
     before = traces(node)
     [sockets] = node.temporary.iterdir()
     away = node.temporary / "taken-away"
