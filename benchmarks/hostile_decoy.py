@@ -8,7 +8,7 @@ streams lose time only because they share cores with it.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -23,4 +23,6 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 if __name__ == "__main__":
-    uvicorn.run(refuse, port=int(sys.argv[1]), lifespan="off", log_level="warning", access_log=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", type=int)
+    uvicorn.run(refuse, port=parser.parse_args().port, lifespan="off", log_level="warning", access_log=False)

@@ -11,7 +11,7 @@ Arguments name the parts to run: `python benchmarks/scheduler.py forecast`.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from typing import get_args
 
@@ -21,6 +21,7 @@ from swiftkv import _core
 from swiftkv.policies import SchedulingPolicy
 from swiftkv.server.forecast import EngineForecast, ForecastLimits, NewPrompt
 
+PARTS = ["step", "write_back", "wait", "forecast", "match"]
 BLOCK_SIZE = 16
 NO_STOP = np.array([], np.int32)
 
@@ -231,7 +232,12 @@ def bench_forecast(policy: SchedulingPolicy, num_waiting: int = 1000, num_answer
     print("  of                       ", percentiles(forecast_s))
 
 
-def main(parts: list[str]) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    parts = parser.parse_args().parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
     if "step" in parts:
         bench_step()
     if "write_back" in parts:
@@ -247,4 +253,4 @@ def main(parts: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["step", "write_back", "wait", "forecast", "match"])
+    main()

@@ -167,7 +167,7 @@ def plan(
             try:
                 check_memory(plans)
             except ConfigError as error:
-                print(f"\nthis machine cannot serve it:  {error}")
+                print(f"\nthis machine cannot serve it: {error}")
 
 
 @app.command(

@@ -420,7 +420,8 @@ class Node:
             body = f'{{{fields}, "model": "{model.name}"}}'
             lines += [f"{model.name}: {url}"]
             lines += [f"  curl {url}/{path}{key} -H 'Content-Type: application/json' -d '{body}'"]
-        lines += [f"all models: {node_url}/v1 (Ctrl-C stops)", f"to watch them: swiftkv page --url {node_url}"]
+        admin = f" --admin-key-env {self._config.node.admin_key_env}" if self._config.node.admin_key_env else ""
+        lines += [f"all models: {node_url}/v1 (Ctrl-C stops)", f"to watch them: swiftkv page --url {node_url}{admin}"]
         say("\n".join(lines))
 
 

@@ -191,7 +191,7 @@ def test_what_is_larger_than_the_machine_is_planned_and_not_served(tmp_path: Pat
     file = write(tmp_path, f"node: {{port: 0}}\nmodels: [{{name: a, path: {checkpoint}, kv_cache: {{memory: 64TiB}}}}]")
     planned, served = run("plan", file), run("serve", file)
     assert planned.exit_code == 0
-    assert "\nthis machine cannot serve it:  kv_cache.memory: a: pools of 64TiB and weights of" in planned.stdout
+    assert "\nthis machine cannot serve it: kv_cache.memory: a: pools of 64TiB and weights of" in planned.stdout
     assert served.exit_code == 2
     assert served.stderr.startswith(f"{file}: kv_cache.memory: a: pools of 64TiB and weights of")
 

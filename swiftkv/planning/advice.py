@@ -13,9 +13,10 @@ _FAR_BELOW = 4  # times
 
 
 def small_contexts(model: ModelConfig, plan: ModelPlan) -> Iterator[str]:
-    """Yield a warning if the pool is so small that conversations will not fit, unless the file says that it suffices.
+    """Yield a warning if the pool is tiny, or holds little of what the model was made for.
 
-    There is none for a pool whose size is known only to the engine.
+    Of the latter there is none if the file has `max_model_len`, which says that fewer tokens are enough; and there is
+    no warning at all for a pool whose size is known only to the engine.
     """
     if not isinstance(plan, SizedPlan):
         return
