@@ -204,12 +204,12 @@ class RunningModels:
         name = member.plan.name
         async with contextlib.AsyncExitStack() as undoing:
             undoing.push_async_callback(self._end, member)
+            self._marks[name] = _mark_of(member.plan)
             try:
                 member.client.start()
                 await member.supervisor.start_behind_others()
                 keeping = member.supervisor.keep_running(partial(self.before_restart, name))
                 self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")
-                self._marks[name] = _mark_of(member.plan)
                 [handle] = await asyncio.to_thread(
                     load_handles, self._fleet.config, [member], self._grammars, self._templates
                 )

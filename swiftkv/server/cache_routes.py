@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -24,7 +25,7 @@ from swiftkv.server.cache_views import (
 from swiftkv.server.documented import BODY_ERRORS, documented
 from swiftkv.server.errors import ApiError
 from swiftkv.server.middleware import ADMIN_PATH
-from swiftkv.server.models import ModelTable
+from swiftkv.server.models import ModelHandle, ModelTable
 from swiftkv.server.parameters import no_unknown_parameters
 from swiftkv.server.protocol import PinBody
 from swiftkv.server.streaming import json_response
@@ -88,11 +89,14 @@ def _contents_router(models: ModelTable) -> APIRouter:
     @router.get("/requests/{request_id:request_id}", responses=documented("RequestMatch", 404, 503))
     async def why(request_id: RequestId) -> Response:
         """Explain why a recent request found no more of its prompt in the cache."""
-        for model in models.all():
+
+        async def ask(model: ModelHandle) -> Response | None:
             report = await model.client.cache.explain(request_id)
-            if report is not None and report.explanations:
-                return json_response(RequestMatch(request_id, model.name, [_match(e) for e in report.explanations]))
-        raise _unknown(request_id)
+            if report is None or not report.explanations:
+                return None
+            return json_response(RequestMatch(request_id, model.name, [_match(e) for e in report.explanations]))
+
+        return await _first_answer(models, ask, request_id)
 
     @router.post("/{model}/clear", responses=documented("CacheCleared", 404, 503))
     async def clear(model: Name) -> Response:
@@ -111,12 +115,12 @@ def _pins_router(models: ModelTable) -> APIRouter:
     @router.post("/requests/{request_id:path}/pin", responses=documented("PinChange", 400, 404, 409, 503))
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
         """Pin what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
-        for model in models.all():
+
+        async def ask(model: ModelHandle) -> Response | None:
             report = await model.client.cache.pin(request_id, parse_duration(ttl))
-            if report is None:
-                continue
-            return json_response(_pinned(model.name, report))
-        raise _unknown(request_id)
+            return None if report is None else json_response(_pinned(model.name, report))
+
+        return await _first_answer(models, ask, request_id)
 
     @router.post(
         "/{model}/pin",
@@ -144,6 +148,23 @@ def _pins_router(models: ModelTable) -> APIRouter:
         return json_response(PinChange(model, int(pin_id), "unpinned", None, None))
 
     return router
+
+
+async def _first_answer(
+    models: ModelTable, ask: Callable[[ModelHandle], Awaitable[Response | None]], request_id: str
+) -> Response:
+    """Return the first model's answer about a request: clients may give requests to several models the same id.
+
+    Raises `ApiError`: that of the first model which knows the request if none can answer, 404 if none knows it.
+    """
+    errors: list[ApiError] = []
+    for model in models.all():
+        try:
+            if (answer := await ask(model)) is not None:
+                return answer
+        except ApiError as error:
+            errors.append(error)
+    raise errors[0] if errors else _unknown(request_id)
 
 
 def _pinned(model: str, report: CacheReport) -> PinChange:

@@ -365,7 +365,10 @@ def explain_invalid(errors: Sequence[Any]) -> ApiError:
     """Return what pydantic found wrong with a body or a parameter, as one error about one field."""
     # If a field takes several types, the error that got furthest into the value is shown, and among equals the one
     # about a value of the right type.
-    first_field = errors[0]["loc"][:2]
+    # One that is not supported may have been sent in place of one that is missing.
+    refused = [e for e in errors if e["type"] in ("extra_forbidden", "unsupported_field")]
+    first = refused[0] if refused and errors[0]["type"] == "missing" else errors[0]
+    first_field = first["loc"][:2]
     candidates = (e for e in errors if e["loc"][:2] == first_field)
     error = max(candidates, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     kind, text = error["type"], error["msg"]

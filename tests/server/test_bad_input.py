@@ -204,6 +204,11 @@ def test_a_required_field_that_is_null_is_missing(
     assert error["message"] == f"field '{field}' is required"
 
 
+def test_a_field_in_place_of_a_missing_one_is_named(gateway: Gateway) -> None:
+    status, error = post(gateway, "/v1/completions", {"model": "chat", "prompt_embeds": "x"})
+    assert (status, error["param"], error["code"]) == (400, "prompt_embeds", "unsupported_field")
+
+
 @pytest.mark.parametrize("fields", [{"metadata": {"a": None}}, {"stop": [None]}])
 def test_null_within_a_field_is_not_a_missing_field(gateway: Gateway, fields: dict[str, Any]) -> None:
     status, error = post(gateway, "/v1/completions", {**COMPLETION, **fields})

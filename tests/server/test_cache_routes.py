@@ -210,3 +210,15 @@ def test_a_prompt_is_pinned_shown_and_unpinned(own_gateway: Gateway) -> None:
     again = run(own_gateway, "unpin", "code", "1")
     assert again.exit_code == 1
     assert "model 'code': there is no pin 1" in again.stderr
+
+
+def test_an_id_that_two_models_know_is_pinned_at_each(own_gateway: Gateway) -> None:
+    for model in ("chat", "code"):
+        complete(own_gateway, "to-both", model)
+    with own_gateway.admin() as http:
+        pins = [http.post("/admin/cache/requests/to-both/pin").json() for _ in range(2)]
+        assert {pin["model"] for pin in pins} == {"chat", "code"}
+        refused = http.post("/admin/cache/requests/to-both/pin")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_pinned")
+        for pin in pins:
+            assert http.delete(f"/admin/cache/{pin['model']}/pins/{pin['pin']}").status_code == 200
