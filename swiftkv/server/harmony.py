@@ -97,7 +97,9 @@ class HarmonySections(Sections):
 
     @property
     def is_header(self) -> bool:
-        return self._header is not None and self._has_marks and _WITHOUT_MESSAGE.search(self._header) is None
+        if self._header is None or not self._has_marks or len(self._header) > _LONGEST_HEADER:
+            return False
+        return _WITHOUT_MESSAGE.search(self._header) is None
 
     def is_mark(self, token_id: int) -> bool:
         return token_id in self._marks
