@@ -12,6 +12,7 @@ import msgspec
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.machine_memory import allowed_memory_bytes
+from swiftkv.models.quantization import OWN_FILES
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.storage.host_medium import chunk_bytes_for, make_host_memory
 from swiftkv.units import format_size
@@ -138,5 +139,6 @@ def _make_memory(plan: ModelPlan, sharers: Sequence[ModelPlan], num_bytes: int) 
 def _files_of(plan: ModelPlan) -> frozenset[tuple[int, int]]:
     """Return the identities of the files that a model is loaded from, which do not depend on their names."""
     directory: Path = plan.checkpoint.directory
-    found = (file.stat() for file in [directory / "config.json", *directory.glob("*.safetensors")])
+    descriptions = [directory / name for name in OWN_FILES if (directory / name).is_file()]
+    found = (file.stat() for file in [directory / "config.json", *descriptions, *directory.glob("*.safetensors")])
     return frozenset((status.st_dev, status.st_ino) for status in found)

@@ -30,9 +30,10 @@ from swiftkv.lease.messages import LinkGeometry
 from swiftkv.master.layer_stream import LayerStream
 from swiftkv.models.batch import Int32Array, ModelInput, fill_in_sampled
 from swiftkv.models.decoder import Decoder
-from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.loader import MappedWeights, load_decoder, read_description
 from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.registry import read_config
+from swiftkv.models.rope import table_digest
 from swiftkv.progress import PROGRESS
 from swiftkv.tier.reach import Reach, reach_of
 from swiftkv.transport.base import DevicePool, PeerHandle, PoolMemory, SharedPool, Transport
@@ -56,6 +57,7 @@ class ModelRunner:
         """Load the model, or with other ranks in `communicator` this rank's part of it, and allocate its KV."""
         self._config = config
         self._communicator = communicator
+        description = read_description(Path(config.path))
         self._model_config = read_config(Path(config.path), config.task)
         self.vocab_size = self._model_config.vocab_size
         self.eos_token_ids = self._model_config.eos_token_ids
@@ -72,11 +74,13 @@ class ModelRunner:
         _set_up(self.device)
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
-        self._files = MappedWeights(Path(config.path))  # stays open, so that the engine wakes with the same weights
+        # The files stay open, so that the engine wakes with the same weights.
+        self._files = MappedWeights(Path(config.path), description)
         self._model = self.load_weights(background)
         self._model.ops.set_num_threads(config.threads)
         self.kernels = self._model.ops.name
-        self.rounding = self._model.ops.rounding
+        self.rounding = self._rounding(self._model.ops.rounding)
+        """A name for how keys and values are rounded here: two engines with the same weights may differ in it."""
         self.expert_loads = self._count_experts()
         group_blocks = division.group_blocks(self._kv_bytes(division))
         self.num_blocks = division.sequence_blocks(group_blocks)
@@ -96,6 +100,11 @@ class ModelRunner:
         """The pools of the other ranks, if this is rank 0 of several; they are like `pool`."""
         self._capture_streaming()
         self.pool.fill_ahead()
+
+    def _rounding(self, of_kernels: str) -> str:
+        kind = "cpu" if self.device.type == "cpu" else f"cuda {torch.cuda.get_device_capability(self.device)}"
+        tables = table_digest((each.rope, each.head_dim) for each in self._model_config.attention)
+        return f"{of_kernels} on {kind}, {tables}"
 
     def _kv_bytes(self, division: PoolDivision) -> int:
         """Return the bytes of the pool: on a GPU, what the weights and the largest step leave on the fullest rank."""

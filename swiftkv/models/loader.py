@@ -26,7 +26,7 @@ from swiftkv.models.config import DecoderConfig, RopeConfig
 from swiftkv.models.decoder import Decoder
 from swiftkv.models.files import NameLayout, weight_files
 from swiftkv.models.parallel import ALONE, Communicator, Ranks
-from swiftkv.models.quantization import QWeights, Stored, find_quantized, possible_names
+from swiftkv.models.quantization import OWN_FILES, QWeights, Stored, find_quantized, possible_names
 from swiftkv.models.registry import DECODERS
 from swiftkv.models.rope import cos_sin_table
 from swiftkv.models.unpacking import QuantizedMatrix, quantized_matrix
@@ -36,12 +36,29 @@ from swiftkv.progress import PROGRESS
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DIGESTED_BYTES = 16 << 20  # at a time
 
+Description = Mapping[str, bytes]
+
+
+def read_description(directory: Path) -> Description:
+    """Return the files that say what a checkpoint's weights mean, by name. Raises `CheckpointError`."""
+    try:
+        return {
+            name: (directory / name).read_bytes()
+            for name in ("config.json", *OWN_FILES)
+            if name == "config.json" or (directory / name).is_file()
+        }
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+
 
 class MappedWeights:
     """The tensors of a checkpoint, one file or sharded, by name: views of the mapped files, in their dtype."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `CheckpointError` if a file is missing or is not safetensors."""
+    def __init__(self, directory: Path, description: Description | None = None) -> None:
+        """`description` is what the model's configuration was read from, by `read_description`.
+
+        Raises `CheckpointError` if a file is missing or is not safetensors, or if files were replaced meanwhile.
+        """
         self.directory = directory
         self._files: dict[Path, Any] = {}
         self._opened: list[tuple[BinaryIO, tuple[int, int]]] = []  # each file, with its mark when it was mapped
@@ -55,15 +72,13 @@ class MappedWeights:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
         self._layout = NameLayout(self._file_of)
+        self._description = read_description(directory)
         try:
-            self._config = (directory / "config.json").read_bytes()
-            replaced = [
-                file for file, (opened, _) in zip(self._files, self._opened, strict=True) if _is_other(opened, file)
-            ]
+            replaced = any(_is_other(opened, Path(opened.name)) for opened, _ in self._opened)
         except OSError as error:
             raise CheckpointError(f"{directory}: {error}") from None
-        if replaced:
-            raise CheckpointError(f"{replaced[0]} was replaced while it was opened; start the model again")
+        if replaced or (description is not None and self._description != description):
+            raise CheckpointError(f"{directory}: files were replaced while they were read; start the model again")
 
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the configuration and the weights, every byte of them, and of no path.
@@ -73,7 +88,8 @@ class MappedWeights:
         Raises `FilesChangedError` if a mapped file was written to, `OSError` if one cannot be read.
         """
         digest = xxhash.xxh3_128()
-        digest.update(f"config.json\0{len(self._config)}\0".encode() + self._config)
+        for name, content in self._description.items():
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
         for file, (opened, (num_bytes, _)) in zip(self._files, self._opened, strict=True):
             digest.update(f"{file.name}\0{num_bytes}\0".encode())
             for begin in range(0, num_bytes, _DIGESTED_BYTES):

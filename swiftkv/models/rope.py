@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+import xxhash
 from torch import Tensor
 
+from swiftkv.arithmetic import ceil_div
 from swiftkv.models.config import RopeConfig, RopeType
+
+_WHOLE_ROWS = 64
+_DIGESTED_ROWS = 256  # so few that torch computes them in one thread
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
@@ -21,12 +26,25 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
     a sequence of `p + 1` tokens, at least `max_position_embeddings`, as in transformers when it goes token by token.
     So a token's result does not depend on its batch or chunk, and its KV can be cached.
     """
-    positions = torch.arange(max_len, dtype=torch.float32)
+    # Torch computes the last rows of a tensor in another way, if they do not fill its vectors. These are cut off, so
+    # that a row does not depend on the length.
+    positions = torch.arange(ceil_div(max_len, _WHOLE_ROWS) * _WHOLE_ROWS, dtype=torch.float32)
     rotary_dim = rope.rotary_dim(head_dim)
     inv_freq = _INV_FREQ[rope.rope_type](rope, rotary_dim, positions)  # [rotary_dim / 2], or [max_len, rotary_dim / 2]
     angles = positions[:, None] * inv_freq
     scale = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
-    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)[:max_len]
+
+
+def table_digest(tables: Iterable[tuple[RopeConfig, int]]) -> str:
+    """Return a hexadecimal digest of the beginnings of tables, of each rotary embedding and its `head_dim`.
+
+    Torch makes tables, by functions that differ in the last bit between its versions and between processors.
+    """
+    digest = xxhash.xxh3_64()
+    for rope, head_dim in tables:
+        digest.update(cos_sin_table(rope, head_dim, _DIGESTED_ROWS).contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def _exponents(rotary_dim: int) -> Tensor:

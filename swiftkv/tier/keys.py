@@ -10,8 +10,8 @@ import msgspec
 from swiftkv._core import blake3
 from swiftkv.cache.geometry import KVGroup
 
-LAYOUT_VERSION = 1
-"""Counts changes of the bytes of a block, such as the order of keys and values in a layer block."""
+KV_VERSION = 2
+"""Counts changes of kernels and models that change a byte of a block: its order, or how keys and values are rounded."""
 
 BLOCK_KEY_BYTES = 32
 
@@ -24,7 +24,7 @@ class ObjectKeys:
 
         `groups` are those of one rank.
         """
-        common = [LAYOUT_VERSION, weights, rounding]
+        common = [KV_VERSION, weights, rounding]
         parts = [[]] if num_ranks == 1 else [[rank, num_ranks] for rank in range(num_ranks)]
         self.num_ranks = num_ranks
         self._domains = [

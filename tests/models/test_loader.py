@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from swiftkv.errors import CheckpointError, FilesChangedError
 from swiftkv.kernels import reference
 from swiftkv.models.decoder import Decoder
-from swiftkv.models.loader import MappedWeights, load_decoder
+from swiftkv.models.loader import MappedWeights, load_decoder, read_description
 from swiftkv.models.registry import read_config
 from tests.support.checkpoints import make_checkpoint, rewrite_config
 from tests.support.mappings import mapping_of, resident_bytes_of
@@ -156,6 +156,18 @@ def test_a_fingerprint_depends_on_every_byte_and_on_no_path(tmp_path: Path) -> N
     assert fingerprint("b") == same
     assert fingerprint("c", config="{ }") != same
     assert fingerprint("d", value=1.5) != same
+    (tmp_path / "b" / "quantize_config.json").write_text("{}")  # of older programs, which say there what weights mean
+    assert MappedWeights(tmp_path / "b").fingerprint() != same
+
+
+def test_files_that_are_replaced_while_a_model_loads_are_a_mistake(tmp_path: Path) -> None:
+    """Else it would compute by one configuration, and keep its blocks under the name of another."""
+    make_checkpoint(tmp_path, "qwen3")
+    before = read_description(tmp_path)
+    MappedWeights(tmp_path, before)
+    rewrite_config(tmp_path, rope_theta=9e4)
+    with pytest.raises(CheckpointError, match="files were replaced while they were read; start the model again"):
+        MappedWeights(tmp_path, before)
 
 
 def test_a_fingerprint_is_of_the_files_that_were_loaded(tmp_path: Path) -> None:
