@@ -45,7 +45,7 @@ def read_description(directory: Path) -> Description:
         return {
             name: (directory / name).read_bytes()
             for name in ("config.json", *OWN_FILES)
-            if name == "config.json" or (directory / name).is_file()
+            if (directory / name).is_file()
         }
     except OSError as error:
         raise CheckpointError(f"{directory}: {error}") from None

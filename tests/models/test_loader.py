@@ -161,7 +161,7 @@ def test_a_fingerprint_depends_on_every_byte_and_on_no_path(tmp_path: Path) -> N
 
 
 def test_files_that_are_replaced_while_a_model_loads_are_a_mistake(tmp_path: Path) -> None:
-    """Else it would compute by one configuration, and keep its blocks under the name of another."""
+    """It would compute by one configuration, and keep its blocks under the name of another."""
     make_checkpoint(tmp_path, "qwen3")
     before = read_description(tmp_path)
     MappedWeights(tmp_path, before)

@@ -146,7 +146,7 @@ def test_minus_one_keeps_what_an_embedding_model_takes(embedding_gateway: Gatewa
         ({"input": "a", "priority": 3}, "priority"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
-        ({"messages": []}, "input"),
+        ({"messages": []}, "messages"),
     ],
 )
 def test_mistakes_name_their_field(embedding_gateway: Gateway, body: dict[str, Any], param: str) -> None:
