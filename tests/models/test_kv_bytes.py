@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("isa", ["avx2", *(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[1:])])
 def test_no_byte_of_a_block_has_changed(isa: str, directory: Path) -> None:
-    """Storage would mix blocks of two versions. If one has changed, raise KV_VERSION, and write the new digests here."""
+    """Storage would mix blocks of two versions. If a byte has changed, raise KV_VERSION, and note the new digests."""
     if ISAS.index(isa) > ISAS.index({"avx512_bf16": "amx_emulated"}.get(_cpu.supported_isa(), _cpu.supported_isa())):
         pytest.skip(f"this processor has no {isa}")
     environment = {**os.environ, "SWIFTKV_CPU_ISA": isa, "PYTHONPATH": str(Path(__file__).parents[2])}
