@@ -68,7 +68,7 @@ def map_memory(fd: int, nbytes: int) -> memoryview:
     reserved = _map(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = reserved + -reserved % HUGE_PAGE_BYTES
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Not when the interpreter ends: a thread may still use it.
+    # The memory stays mapped while the interpreter ends, because a thread may still use it.
     weakref.finalize(memory, _LIBC.munmap, reserved, reserved_bytes).atexit = False
     _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
     _advise(address, nbytes, mmap.MADV_HUGEPAGE)  # the kernel may have none

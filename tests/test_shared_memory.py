@@ -47,7 +47,7 @@ def test_a_mapping_and_its_reserve_end_with_the_last_view() -> None:
 
 
 def test_the_reserve_counts_as_no_memory() -> None:
-    """Where the kernel promises no more memory than it has, private memory counts before it is touched."""
+    """A kernel that promises no more memory than it has counts private memory before it is touched."""
     command = [sys.executable, "-c", MAPS_A_GIBIBYTE_WITH_NO_MEMORY_TO_SPARE]
     assert subprocess.check_output(command, text=True) == "7 0\n"
 

@@ -1,4 +1,7 @@
-"""Parsers of tool calls: the same calls and the same text, wherever the text is cut."""
+"""Parsers of tool calls: the same calls and the same text, wherever the text is cut.
+
+It is one file, for all parsers keep the same promises, and each test asks every one of them that it is about.
+"""
 
 from __future__ import annotations
 
