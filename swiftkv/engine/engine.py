@@ -88,7 +88,7 @@ from swiftkv.engine.token_rules import TokenRules
 from swiftkv.engine.token_sampler import LogitRows, PendingSample, Sampled, TokenSampler
 from swiftkv.engine.tracing import StepTracer
 from swiftkv.engine.turns import open_turns
-from swiftkv.engine.weights import SleepingWeights
+from swiftkv.engine.weights import EngineWeights
 from swiftkv.errors import TransferError
 from swiftkv.progress import PROGRESS
 from swiftkv.transport.fence import Fence
@@ -162,7 +162,7 @@ class Engine:
         wake = self._lending.wakeup.wake  # ends `_wait`
         self._grammars = Grammars(config, runner.vocab_size, runner.eos_token_ids, wake=wake)
         self._rules = TokenRules(runner.vocab_size)
-        self._weights = SleepingWeights(runner, wake)
+        self._weights = EngineWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
         self._woken_s = 0.0  # monotonic: when the engine last ended its rest
@@ -180,7 +180,11 @@ class Engine:
         self._stats_changed = True
 
     def run(self) -> None:
-        """Serve until `Shutdown`. An exception here is a defect and ends the process: none is swallowed."""
+        """Serve until `Shutdown`.
+
+        Raises `LoadError` if weights that were given up cannot be loaded, `FilesChangedError` if their files were
+        overwritten. Any other exception is a defect and ends the process: none is swallowed.
+        """
         try:
             self._serve()
         finally:
@@ -229,6 +233,7 @@ class Engine:
         plan = self._scheduler.schedule(now_s)
         if plan is None and not self._launched:
             return False
+        self._weights.check(now_s)
         if plan is not None:
             if now_s >= self._stats_due_s:
                 self._send_stats()

@@ -204,6 +204,11 @@ class ModelRunner:
         self._files.check_unchanged()
         return model
 
+    def check_files(self) -> None:
+        """Raise `FilesChangedError` if a file was written to after it was loaded, where weights are views of files."""
+        if self.device.type == "cpu":
+            self._files.check_unchanged()
+
     def weights_fingerprint(self) -> str:
         """Return the fingerprint of the loaded weights, in any thread. Raises as `MappedWeights.fingerprint` does."""
         return self._files.fingerprint()

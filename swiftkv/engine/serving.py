@@ -80,6 +80,8 @@ def _serve(config: EngineConfig, background: Background) -> int:
                 engine.run()
             except LoadError as error:
                 return _load_failed(config, error.cause)
+            except FilesChangedError as error:
+                return _load_failed(config, error)
     return 0
 
 

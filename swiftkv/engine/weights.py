@@ -1,7 +1,8 @@
-"""The weights of an engine that sleeps: given up, and loaded again beside its step loop."""
+"""The weights of an engine: watched while it serves, given up when it sleeps, loaded again beside its step loop."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,9 +13,11 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import CheckpointError, ConfigError, LoadError
 from swiftkv.models.decoder import Decoder
 
+_LOOK_EVERY_S = 0.1
 
-class SleepingWeights:
-    """Gives up the weights of a runner and brings them back; for the engine's thread.
+
+class EngineWeights:
+    """Watches the weights of a runner, gives them up and brings them back; for the engine's thread.
 
     While they are loaded, the step loop goes on with lending.
     """
@@ -24,8 +27,21 @@ class SleepingWeights:
         self._runner = runner
         self._wake_engine = wake_engine
         self._loaded: Future[Decoder] | None = None
+        self._look_again_s = 0.0  # monotonic: when to look at the files again; infinite while they are not used
+
+    def check(self, now_s: float) -> None:
+        """Look whether the files are still what was loaded, at most every `_LOOK_EVERY_S`.
+
+        On the CPU, embeddings and norms are views of the mapped files, so that writing to these changes the model.
+
+        Raises `FilesChangedError` if a file was written to.
+        """
+        if now_s >= self._look_again_s:
+            self._runner.check_files()
+            self._look_again_s = now_s + _LOOK_EVERY_S
 
     def give_up(self) -> None:
+        self._look_again_s = math.inf
         self._runner.drop_weights()
 
     def load(self, give_way_s: float) -> None:
@@ -55,4 +71,5 @@ class SleepingWeights:
             self._runner.use(loaded.result())
         except (CheckpointError, ConfigError, OSError) as error:
             raise LoadError(error) from error
+        self._look_again_s = 0.0
         return True

@@ -49,14 +49,19 @@ def test_answers_are_the_same_before_and_after(engine: EngineProcess) -> None:
     assert [answer.token_ids for answer in fresh] == before
 
 
-def test_an_engine_whose_files_were_overwritten_ends_when_it_wakes(tmp_path: Path) -> None:
-    """Otherwise it would answer with new weights from the KV of the old ones."""
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_an_engine_whose_files_were_overwritten_ends_before_it_computes(tmp_path: Path, is_asleep: bool) -> None:
+    """Otherwise it would answer with new weights, or with some of them, from the KV of the old ones."""
     make_checkpoint(tmp_path / "model", "llama")
     make_checkpoint(tmp_path / "other", "llama", seed=1)
     with EngineProcess(tmp_path / "model", subprocess.PIPE, incarnation=7) as engine:
-        say(engine, Sleep())
+        if is_asleep:
+            say(engine, Sleep())
         shutil.copyfile(tmp_path / "other" / "model.safetensors", tmp_path / "model" / "model.safetensors")
-        engine.send(Wake())
+        if is_asleep:
+            engine.send(Wake())
+        else:
+            engine.add(PROMPTS[0])
         assert engine.process.wait(TIMEOUT_S) == 1  # so its supervisor starts it again
         assert engine.process.stderr is not None
         assert "model.safetensors was overwritten while the model used it" in engine.process.stderr.read().decode()
