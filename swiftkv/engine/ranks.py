@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from swiftkv.engine.messages import EXIT_GAVE_UP, EXIT_LOAD_FAILED, EXIT_NO_ROOM
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
-from swiftkv.errors import ConfigError, EngineError, TransferError
+from swiftkv.errors import ConfigError, EngineError, FilesChangedError, TransferError
 from swiftkv.master.layer_stream import CopyKind, runs_of
 from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended, module_command
@@ -177,9 +177,11 @@ class LeadingRunner(ModelRunner):
     def __init__(self, config: EngineConfig, followers: _Followers, background: Background) -> None:
         group = _join_group(config)
         super().__init__(config, group, background)
-        told = group.begin(_deadline_s(config), self.pool.identity())  # every rank has loaded its part
+        told = begin_serving(self, group, _deadline_s(config))
+        if any(each.files != told[0].files for each in told):
+            raise FilesChangedError(f"{config.path}: files were replaced while the ranks read them")
         self._followers = followers
-        self.other_ranks = pools_of(followers.pids, told[1:])
+        self.other_ranks = pools_of(followers.pids, [each.pool for each in told[1:]])
         self._lender_parts: dict[int, list[torch.Tensor]] = {}  # by link: what `lender_pools` adds for the other ranks
         self._deadline_s = _deadline_s(config)
 
@@ -244,7 +246,7 @@ class Follower:
         with _giving_up():
             group = _join_group(config)
             self._runner = ModelRunner(config, group, background)
-            group.begin(_deadline_s(config), self._runner.pool.identity())
+            begin_serving(self._runner, group, _deadline_s(config))
 
     def run(self) -> None:
         """Follow rank 0's orders. The process ends with `EXIT_GAVE_UP` if another rank is gone or does not answer."""
@@ -353,6 +355,19 @@ class _Followers:
             with contextlib.suppress(OSError):  # standard error may be closed
                 print(f"swiftkv: model {self._name}: {why}; the engine ends", file=sys.stderr, flush=True)
         os._exit(code)
+
+
+class Told(NamedTuple):
+    """What a rank tells the others once it has loaded its part."""
+
+    files: int  # `ModelRunner.files_identity`
+    pool: Sequence[int]  # `Pool.identity`
+
+
+def begin_serving(runner: ModelRunner, group: RankGroup, deadline_s: float) -> list[Told]:
+    """Return when all ranks have loaded their parts, with what each tells. See `RankGroup.begin`."""
+    told = group.begin(deadline_s, [runner.files_identity(), *runner.pool.identity()])
+    return [Told(files, pool) for files, *pool in told]
 
 
 def pools_of(pids: Sequence[int], identities: Sequence[Sequence[int]]) -> list[PoolMemory]:

@@ -209,6 +209,10 @@ class ModelRunner:
         if self.device.type == "cpu":
             self._files.check_unchanged()
 
+    def files_identity(self) -> int:
+        """Return the identity of the weights' files; see `MappedWeights.identity`."""
+        return self._files.identity()
+
     def weights_fingerprint(self) -> str:
         """Return the fingerprint of the loaded weights, in any thread. Raises as `MappedWeights.fingerprint` does."""
         return self._files.fingerprint()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 import torch
 
+from swiftkv.background import FOREGROUND
 from swiftkv.engine.messages import EXIT_LOAD_FAILED, EngineConfig, PromptLookup
 from swiftkv.engine.rank_group import RankGroup
-from swiftkv.engine.ranks import ReceivedStep, pack_step, pools_of, unpack_step
+from swiftkv.engine.ranks import LeadingRunner, ReceivedStep, begin_serving, of_rank, pack_step, pools_of, unpack_step
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.errors import EngineError
+from swiftkv.errors import EngineError, FilesChangedError
 from swiftkv.transport.base import PoolMemory
 from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, open_store
 from swiftkv.units import PoolBytes
@@ -198,6 +205,30 @@ def test_rank_0_knows_the_pools_of_the_others_if_they_can_be_mapped(
         groups = list(threads.map(join, [tmp_path / "group"] * 2, [0, 1]))
         told, _ = threads.map(lambda group: group.begin(TIMEOUT_S, identity), groups)
     assert pools_of([41], told[1:]) == expected
+
+
+def test_ranks_that_mapped_other_files_do_not_serve(checkpoint: Path, tmp_path: Path) -> None:
+    """They would compute with halves of two models."""
+    directory = shutil.copytree(checkpoint, tmp_path / "model")
+    weights, ranks = directory / "model.safetensors", tmp_path / "ranks"
+    ranks.mkdir()
+    config = EngineConfig("m", str(directory), "", "", PoolBytes(1 << 20), 16, dtype="float32", watchdog_s=60)
+    config = msgspec.structs.replace(config, tensor_parallel_size=2, ranks_directory=str(ranks))
+
+    def follow() -> None:
+        group = join(ranks / "group", 1)
+        files = psutil.Process()
+        wait_for("rank 0 to map its file", lambda: str(weights) in [file.path for file in files.open_files()])
+        shutil.copyfile(weights, directory / "arriving")
+        os.replace(directory / "arriving", weights)
+        with contextlib.closing(ModelRunner(of_rank(config, 1), group)) as runner:
+            begin_serving(runner, group, TIMEOUT_S)
+
+    with ThreadPoolExecutor(1) as threads:
+        following = threads.submit(follow)
+        with pytest.raises(FilesChangedError, match="files were replaced while the ranks read them"):
+            LeadingRunner(config, cast(Any, SimpleNamespace(pids=[os.getpid()])), FOREGROUND)
+        following.result()
 
 
 def test_a_step_without_tokens_ends_when_all_ranks_have_made_it(checkpoint: Path, tmp_path: Path) -> None:
