@@ -131,7 +131,7 @@ def rank_of(engine: EngineProcess, rank: int) -> psutil.Process:
     return process
 
 
-@pytest.mark.parametrize(("is_busy", "size"), [(True, 4), (False, 2)])
+@pytest.mark.parametrize(("is_busy", "size"), [(True, 4), pytest.param(False, 2, marks=pytest.mark.slow)])
 def test_a_rank_that_stays_stopped_ends_the_engine_with_a_line(is_busy: bool, size: int, checkpoint: Path) -> None:
     """The same holds for a rank that is stopped while there is nothing to do, longer than any deadline."""
     with start(checkpoint, size, stderr=subprocess.PIPE, watchdog_s=24) as engine:

@@ -140,7 +140,7 @@ def test_a_killed_lender_costs_no_answer(worker: str, number: int, node: Lending
     node.assert_at_rest(MASTER, *WORKERS)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_of_the_borrower_harms_no_lender_and_storage_has_every_part(
     number: int, node: LendingNode, right: Right
 ) -> None:

@@ -279,9 +279,8 @@ def output_that_goes_nowhere(kind: str) -> Iterator[int | None]:
 @pytest.mark.parametrize(
     "kind",
     [
-        "full disk",
         "reader has stalled",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reader has gone", "closed")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full disk", "reader has gone", "closed")),
     ],
 )
 def test_output_that_goes_nowhere_holds_nobody_up(kind: str, checkpoint: Path, tmp_path: Path, temporary: Path) -> None:

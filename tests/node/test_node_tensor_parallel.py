@@ -117,6 +117,7 @@ def test_a_restarted_model_finds_what_all_of_its_ranks_had_computed(node: NodePr
     assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["host"] > 0
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
     """Rank 0 says which one it was, or is itself ended as hung where the machine is too slow for that."""
     before = ranks(node)

@@ -21,7 +21,7 @@ from tests.support.lender import Lender, pool_of
 from tests.transport.test_transport import BLOCK, LAYERS, NUM_BYTES, WIDTH, perform, round_trip, runs
 
 
-@pytest.mark.parametrize("direction", ["to the peer", "from the peer"])
+@pytest.mark.parametrize("direction", [pytest.param("to the peer", marks=pytest.mark.slow), "from the peer"])
 def test_a_p2p_lender_that_stays_stopped_is_cut_off_and_can_be_attached_anew(direction: str, tmp_path: Path) -> None:
     """Only its own link fails; and when it goes on, it knows that it was left, and serves whoever comes next."""
     pool = pool_of(NUM_BYTES)
