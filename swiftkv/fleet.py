@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -153,7 +154,10 @@ class Fleet:
         member.client.close()
         self._host_tiers.release(name)
         for left in self._ipc.glob(f"{self._numbers[name]}.*"):
-            left.unlink(missing_ok=True)
+            if left.is_dir():  # of an engine with several ranks that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
     def give_way_s(self, name: str) -> float:
         """Return the seconds for which a model that is loaded now gives way to others: 0 unless they have requests."""

@@ -135,6 +135,31 @@ def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
     assert complete(node, "divided")["choices"]
 
 
+def test_a_signal_while_ranks_load_leaves_nothing(node: NodeProcess, tmp_path: Path) -> None:
+    models = [{"name": "m", "path": str(node.file.parent / "tiny"), "tensor_parallel_size": 2}]
+    temporary = short_temporary_directory()
+    with NodeProcess({"node": {"port": 0}, "models": models}, tmp_path, temporary, wait=False) as loading:
+        wait_for("rank 0 to start the other", lambda: bool(list(temporary.glob("swiftkv-*.ipc/*.ranks"))))
+        loading.process.send_signal(signal.SIGTERM)
+        assert loading.process.wait(DEADLINE_S) == 0, "\n".join(loading.lines)
+        loading.assert_nothing_left()
+    remove(temporary)
+
+
+def test_a_model_whose_rank_0_was_killed_can_be_removed(node: NodeProcess) -> None:
+    """A killed rank 0 leaves the directory in which its ranks met."""
+    url, headers = f"{node.url}/admin/models", node.admin_headers()
+    section = {"name": "brief", "path": str(node.file.parent / "tiny"), "tensor_parallel_size": 2}
+    added = httpx.post(url, json={**section, "kv_cache": {"memory": "8MiB"}}, headers=headers, timeout=DEADLINE_S)
+    assert added.status_code == 201, added.text
+    node.engines()["brief"].kill()
+    wait_for("it to be seen", lambda: node.ready()["brief"] != "ready")
+    removed = httpx.delete(f"{url}/brief", headers=headers, timeout=DEADLINE_S)
+    assert removed.status_code == 200, removed.text
+    assert "brief" not in node.ready()
+    assert 'model_name="brief"' not in httpx.get(f"{node.url}/metrics").text
+
+
 def test_a_size_that_does_not_divide_starts_nothing(node: NodeProcess, tmp_path: Path) -> None:
     config = json.loads(json.dumps({"models": [{"name": "m", "path": str(node.file.parent / "tiny")}]}))
     config["models"][0]["tensor_parallel_size"] = 3
