@@ -15,7 +15,7 @@ from swiftkv.engine.messages import AttachStorage, DetachStorage, EngineConfig, 
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_storage
 from swiftkv.errors import SwiftkvError
-from swiftkv.tier.messages import LoadStop, TierSpec, TierStats
+from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.wakeup import Wakeup
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ class AttachableTier(Tier):
         """Open the storage that the configuration names.
 
         Raises `ConfigError`, `OSError` or an error of a user's class if that cannot be done. An engine that has served
-        before serves without it if opening fails or takes long, and tries again from time to time.
+        before serves with host memory alone if opening fails or takes long, and tries again from time to time.
         """
         self.wakeup = Wakeup()
         """Wakes the engine when there may be something to do."""
@@ -77,8 +77,9 @@ class AttachableTier(Tier):
         """Do without storage from now on; `take_answers` returns an answer once it is closed."""
         if self._due_s is not None:
             self._open_again_s = None
-            self._answers.append(StorageChanged(message.change_id, None))
-            return
+            if not isinstance(self._tier, StorageTier):
+                self._answers.append(StorageChanged(message.change_id, None))
+                return
         if self._begins(message.change_id, has_storage=True):
             assert isinstance(self._tier, StorageTier)
             self._tier.leave()
@@ -120,7 +121,7 @@ class AttachableTier(Tier):
         """Return totals of all storage there ever was; `None` if there never was any."""
         stats = (self._leaving or self._tier).stats()
         if self._waits_for_storage:
-            stats = TierStats(is_degraded=True)
+            stats = self._without_storage(stats or TierStats())
         if self._past is None:
             return stats
         return (stats or TierStats()).after(self._past)
@@ -134,6 +135,14 @@ class AttachableTier(Tier):
     def _waits_for_storage(self) -> bool:
         """Whether the storage of the configuration could not be opened yet."""
         return self._open_again_s is not None or (self._opening is not None and self._change_id is None)
+
+    def _without_storage(self, stats: TierStats) -> TierStats:
+        """Return the figures of host memory, if there is any, with storage that could not be opened yet."""
+        assert self._config.storage is not None
+        assert self._config.storage.backend is not None
+        levels = [*stats.levels, LevelStats("storage", is_degraded=True)]
+        backend = self._config.storage.backend["backend"]
+        return msgspec.structs.replace(stats, is_degraded=True, backend=backend, levels=levels)
 
     def has_news(self) -> bool:
         return self._tier.has_news()
@@ -180,12 +189,17 @@ class AttachableTier(Tier):
             self._opening = opening
         elif (error := self._use(opening.result)) is not None or opening.result is None:
             self._try_later(opening.error or error)
+        if not isinstance(self._tier, StorageTier) and spec.host_fd is not None:
+            self._tier = self._tier_of(self._opener(msgspec.structs.replace(spec, backend=None))())
 
     def _use(self, opened: OpenStorage | None) -> Exception | None:
-        """Use storage if it was opened. Return the error if that fails."""
+        """Use storage if it was opened, beside host memory that is used already. Return the error if that fails."""
         if opened is not None:
             try:
-                self._tier = self._tier_of(opened)
+                if isinstance(self._tier, StorageTier):
+                    self._tier.add_storage(opened)
+                else:
+                    self._tier = self._tier_of(opened)
             except _FAILURES as error:
                 return error
         return None

@@ -127,14 +127,30 @@ class StorageTier(Tier):
         with ExitStack() as undo:
             undo.callback(self.end)
             for level in levels.levels:
-                if register := level.backend.capabilities.register:
-                    for memory in (*reach.read_memory(), self._writer.memory):
-                        register(memory)
+                self._register_memory(level)
             undo.pop_all()
         self._next_trial_s = 0.0  # monotonic
         self._told = TierStats()
         self._told_s = 0.0  # monotonic
         scheduler.set_write_policy(spec.write_policy)
+
+    def add_storage(self, opened: OpenStorage) -> None:
+        """Use the storage of `opened` below the host memory, which was opened alone.
+
+        If the backend cannot register memory, its error is raised, and it is closed.
+        """
+        storage = opened.levels.levels[-1]
+        with ExitStack() as undo:
+            undo.callback(storage.backend.close)
+            self._register_memory(storage)
+            undo.pop_all()
+        self._levels.add(storage)
+        self._name = opened.name
+
+    def _register_memory(self, level: Level) -> None:
+        if register := level.backend.capabilities.register:
+            for memory in (*self._reach.read_memory(), self._writer.memory):
+                register(memory)
 
     def before_step(self) -> None:
         self._loads.apply()

@@ -33,6 +33,10 @@ class Levels:
         assert levels
         self.levels = tuple(levels)
 
+    def add(self, level: Level) -> None:
+        """Add the lowest level. A call that is in progress may not use it yet."""
+        self.levels = (*self.levels, level)
+
     @property
     def is_degraded(self) -> bool:
         """Whether all levels refuse calls for now."""

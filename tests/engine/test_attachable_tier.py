@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from swiftkv.engine import attachable_tier
 from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.backend import Capabilities
+from swiftkv.storage.host_medium import make_host_memory
 from swiftkv.tier.messages import TierSpec, TierStats
 from tests.engine.engine_process import TIMEOUT_S, Answer
 from tests.engine.engine_thread import EngineThread
@@ -282,13 +284,46 @@ def test_storage_that_cannot_be_used_at_a_restart_is_used_once_it_can(
     directory, spec = closed
     with engine(checkpoint, storage=spec, has_served=True) as client:
         assert client.generate([prompt(0)])[0].token_ids == right[0]
-        assert tier(client).is_degraded
-        assert tier(client).backend is None
+        told = tier(client)
+        assert (told.is_degraded, told.backend) == (True, "file")
+        assert [(level.tier, level.is_degraded) for level in told.levels] == [("storage", True)]
         directory.chmod(0o700)
-        while tier(client).backend != "file":
+        while tier(client).is_degraded:
             client.take_one()
-        assert not tier(client).is_degraded
         assert client.generate([prompt(1)])[0].token_ids == right[1]
+
+
+def test_host_memory_is_used_while_storage_cannot_be(
+    checkpoint: Path, right: dict[int, list[int]], closed: tuple[Path, TierSpec]
+) -> None:
+    directory, spec = closed
+    host_fd = make_host_memory(8 << 20, 4096)
+    spec = msgspec.structs.replace(spec, host_fd=host_fd)
+    directory.chmod(0o700)
+    with engine(checkpoint, storage=spec) as client:
+        client.generate([prompt(0)])
+        client.wait_for_rest()
+    directory.chmod(0o755)
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+        [answer] = client.generate([prompt(0)])
+        assert answer.token_ids == right[0]
+        assert answer.cached_tokens > 0
+        levels = tier(client).levels
+        assert [(level.tier, level.is_degraded) for level in levels] == [("host", False), ("storage", True)]
+        directory.chmod(0o700)
+        while tier(client).is_degraded:
+            client.take_one()
+        assert client.generate([prompt(1)])[0].token_ids == right[1]
+        while not all(level.stored_blocks_total for level in tier(client).levels):
+            client.take_one()
+        detach(client)
+        assert outcome(client) is None
+    directory.chmod(0o755)
+    with engine(checkpoint, storage=spec, has_served=True) as client:
+        detach(client)
+        assert outcome(client) is None
+        assert tier(client).backend is None
+    os.close(host_fd)
 
 
 class MoodyMedium(MemoryMedium):
@@ -310,9 +345,9 @@ def test_storage_that_is_slow_to_open_at_a_restart_is_used_once_it_is(
         assert client.generate([prompt(0)])[0].token_ids == right[0]
         assert tier(client).is_degraded
         (tmp_path / "may open").touch()
-        while tier(client).backend != "dynamic":
+        while tier(client).is_degraded:
             client.take_one()
-        assert not tier(client).is_degraded
+        assert tier(client).backend == "dynamic"
 
 
 def test_storage_that_opens_in_time_at_a_restart_is_there_for_the_first_prompt(
@@ -361,7 +396,7 @@ def test_a_users_class_that_cannot_be_made_at_a_restart_is_used_once_it_can(
         client.generate([prompt(0)])
         assert tier(client).is_degraded
         (tmp_path / "may open").touch()
-        while tier(client).backend != "dynamic":
+        while tier(client).is_degraded:
             client.take_one()
 
 
@@ -396,9 +431,8 @@ def test_storage_that_is_waited_for_is_tried_again_after_other_storage_failed(
         assert why_not.startswith("tiers.storage.path: ")
         assert tier(client).is_degraded
         directory.chmod(0o700)
-        while tier(client).backend != "file":
+        while tier(client).is_degraded:
             client.take_one()
-        assert not tier(client).is_degraded
 
 
 def test_storage_that_is_waited_for_is_not_detached_while_other_storage_is_opened(
