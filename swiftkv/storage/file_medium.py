@@ -302,10 +302,15 @@ def _told_as_mistakes(directory: Path) -> Iterator[None]:
 
 
 def _make_directory(directory: Path) -> None:
-    """Make the directory if need be. Raises `ConfigError` if others can use it, or if it has other files."""
+    """Make the directory if need be. Raises `ConfigError` if it is not ours alone, or has files of others."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    if status.st_uid != os.getuid():
+        raise ConfigError(
+            f"path: {directory} belongs to user {status.st_uid}, and the node runs as {os.getuid()}; it holds what "
+            f"users wrote, so run chown {os.getuid()} {directory}, or name another directory"
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(
             f"path: {directory} can be used by others (mode {stat.S_IMODE(status.st_mode):o}); it holds what users "
             f"wrote, so run chmod 700 {directory}, or name another directory"

@@ -37,7 +37,7 @@ class RedisMedium:
         self._ttl_ms = round(options.ttl * 1000)
         self._client = _connect(options)
         try:
-            with _told_as_os_errors():
+            with _told_as_os_errors(), _passwords_as_mistakes(options):
                 _check_server(self._client.info("server"), self._client.info("memory"))
         except OSError as error:
             self._client.close()
@@ -182,6 +182,24 @@ def _check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
             f"url: this Redis refuses new blocks once it is full (maxmemory-policy noeviction); set {_EVICTING}, for "
             "example: redis-cli CONFIG SET maxmemory-policy allkeys-lru"
         )
+
+
+@contextlib.contextmanager
+def _passwords_as_mistakes(options: RedisOptions) -> Iterator[None]:
+    """Raise `ConfigError` if the server wants a password, or another one."""
+    from redis.exceptions import AuthenticationError
+
+    try:
+        yield
+    except AuthenticationError as error:
+        url = _without_password(options.url)
+        if options.password_env is None:
+            raise ConfigError(
+                f"password_env: {url} wants a password: {error}; name the environment variable that has it"
+            ) from None
+        raise ConfigError(
+            f"password_env: {url} refuses the password in {options.password_env}: {error}; export the right one"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -288,6 +288,15 @@ def test_a_directory_that_others_may_use_is_refused(cache: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_a_mistake_of_its_own(cache: Path) -> None:
+    cache.mkdir(mode=0o700)
+    os.chown(cache, 12345, 0)
+    why = "belongs to user 12345, and the node runs as 0; .* run chown 0 "
+    with pytest.raises(ConfigError, match=why), opened(raw_options(cache, "1MiB")):
+        pass
+
+
 def test_a_directory_with_other_files_is_refused(cache: Path) -> None:
     cache.mkdir(mode=0o700)
     (cache / "thesis.tex").touch()

@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv.errors import ConfigError
 from swiftkv.storage.backend import Status
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import MAXMEMORY, RedisServer, redis_server
 from tests.support.storage import check_got, key_of, opened, put, soon
 
 KEYS = [key_of(i) for i in range(40)]
@@ -43,6 +43,22 @@ def test_no_server_is_a_mistake_that_names_the_url_without_its_password(server: 
         opened(options(server, url=server.url.replace("unix://", "unix://user:secret@"))).__enter__()
     assert "secret" not in str(raised.value)
     server.restart()
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [(None, "wants a password: .*; name the environment variable"), ("REDIS_KEY", "refuses the password in REDIS_KEY")],
+)
+def test_a_password_that_is_missing_or_wrong_is_a_mistake_of_its_own(
+    variable: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_KEY", "wrong")
+    with redis_server(MAXMEMORY, "allkeys-lru", "--requirepass", "right") as server:
+        with pytest.raises(ConfigError, match=f"^password_env: unix://.* {words}"):
+            opened(options(server, password_env=variable)).__enter__()
+        monkeypatch.setenv("REDIS_KEY", "right")
+        with opened(options(server, password_env="REDIS_KEY")) as backend:
+            put(backend, KEYS[:1])
 
 
 def test_blocks_have_a_time_to_live_that_a_hit_renews(server: RedisServer) -> None:
