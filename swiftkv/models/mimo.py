@@ -206,4 +206,9 @@ def _attention_kinds(file: Path, raw: _Keys, of_all: AttentionKind) -> tuple[Att
         window=raw.window(),
         sinks=sink if raw.add_swa_attention_sink_bias else None,
     )
+    if windowed.num_heads % windowed.num_kv_heads:
+        raise ConfigError(
+            f"{file}: swa_num_key_value_heads: {windowed.num_kv_heads} does not divide the {windowed.num_heads} heads "
+            "of layers with a window"
+        )
     return divided(full, windowed, raw.layers_with_window())

@@ -9,11 +9,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from swiftkv.arithmetic import ceil_div
 from swiftkv.models.config import RopeConfig, RopeType
 
-_WHOLE_ROWS = 64
-_DIGESTED_ROWS = 256  # so few that torch computes them in one thread
+_ROWS_AT_ONCE = 128
+_DIGESTED_ROWS = 256
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
@@ -26,14 +25,19 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
     a sequence of `p + 1` tokens, at least `max_position_embeddings`, as in transformers when it goes token by token.
     So a token's result does not depend on its batch or chunk, and its KV can be cached.
     """
-    # Torch computes the last rows of a tensor in another way, if they do not fill its vectors. These are cut off, so
-    # that a row does not depend on the length.
-    positions = torch.arange(ceil_div(max_len, _WHOLE_ROWS) * _WHOLE_ROWS, dtype=torch.float32)
-    rotary_dim = rope.rotary_dim(head_dim)
-    inv_freq = _INV_FREQ[rope.rope_type](rope, rotary_dim, positions)  # [rotary_dim / 2], or [max_len, rotary_dim / 2]
+    # Torch computes the last rows of a thread's share in another way, if they do not fill its vectors. So few rows at a
+    # time have one thread, so that a row depends neither on the length nor on the number of threads.
+    starts = range(0, max_len, _ROWS_AT_ONCE)
+    return torch.cat([_rows(rope, rope.rotary_dim(head_dim), start) for start in starts])[:max_len]
+
+
+def _rows(rope: RopeConfig, rotary_dim: int, start: int) -> Tensor:
+    """Return `_ROWS_AT_ONCE` rows of the table, from position `start` on."""
+    positions = torch.arange(start, start + _ROWS_AT_ONCE, dtype=torch.float32)
+    inv_freq = _INV_FREQ[rope.rope_type](rope, rotary_dim, positions)  # [rotary_dim / 2], or [rows, rotary_dim / 2]
     angles = positions[:, None] * inv_freq
     scale = _yarn_attention_factor(rope) if rope.rope_type == "yarn" else 1.0
-    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)[:max_len]
+    return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(scale)
 
 
 def table_digest(tables: Iterable[tuple[RopeConfig, int]]) -> str:

@@ -143,6 +143,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
         (MIMO | {"n_shared_experts": 1}, ["shared"]),
         (MIMO | {"scoring_func": "softmax"}, ["scoring_func"]),
         (MIMO | {"num_experts_per_tok": 17}, ["17", "16"]),
+        (MIMO | {"swa_num_key_value_heads": 3}, ["swa_num_key_value_heads: 3", "8"]),
         (MIMO | {"swa_head_dim": 288}, ["head_dim", "288", "256"]),
         (MIMO | {"v_head_dim": 120, "swa_v_head_dim": 128}, ["v_head_dim", "120", "16"]),
         (MIMO | {"attention_projection_layout": "packed"}, ["attention_projection_layout", "fused_qkv"]),

@@ -86,6 +86,21 @@ def test_a_longer_table_begins_with_the_shorter_one(tmp_path: Path) -> None:
             assert torch.equal(cos_sin_table(rope, HEAD_DIM, LENGTH)[:length], cos_sin_table(rope, HEAD_DIM, length))
 
 
+def test_a_table_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    """Three threads divide most lengths where one thread computes whole vectors."""
+    before = torch.get_num_threads()
+    try:
+        for parameters in PARAMETERS.values():
+            rope = make_config(tmp_path, parameters)[1].attention[0].rope
+            tables = []
+            for num_threads in (1, 3):
+                torch.set_num_threads(num_threads)
+                tables.append(cos_sin_table(rope, 64, 4160))
+            assert torch.equal(*tables)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_digest_tells_tables_apart(tmp_path: Path) -> None:
     ropes = {make_config(tmp_path, PARAMETERS[name])[1].attention[0].rope for name in ("default", "linear", "llama3")}
     digests = {table_digest([(rope, head_dim)]) for rope in ropes for head_dim in (32, 64)}
