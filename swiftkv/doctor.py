@@ -16,6 +16,7 @@ from swiftkv.machine_memory import allowed_memory_bytes, machine_memory_bytes
 from swiftkv.processes import WANTED_OPEN_FILES
 from swiftkv.shared_memory import can_have_huge_pages
 from swiftkv.sockets import LONGEST_TMPDIR
+from swiftkv.system_files import read_system_file
 from swiftkv.transport.topology import OLDEST_CAPABILITY, Topology, read_topology
 from swiftkv.units import format_size
 
@@ -80,7 +81,7 @@ def _cores(root: Path) -> Finding:
 
 def _quota(root: Path) -> float | None:
     """Return how many cores the control group allows, `None` for all."""
-    words = _read(root / "sys/fs/cgroup/cpu.max").split()
+    words = read_system_file(root / "sys/fs/cgroup/cpu.max").split()
     if len(words) != 2 or words[0] == "max":
         return None
     return int(words[0]) / int(words[1])
@@ -96,7 +97,7 @@ def _memory(root: Path) -> Finding:
 
 def _huge_pages(root: Path, name: str, of: str, setting: str, *, engines_make_them: bool = False) -> Finding:
     path = Path("sys/kernel/mm/transparent_hugepage") / name
-    chosen = _chosen(_read(root / path))
+    chosen = _chosen(read_system_file(root / path))
     about, found = f"huge pages {of}", chosen or "unknown"
     if chosen not in ("never", "deny"):
         return Finding(about, found)
@@ -107,7 +108,7 @@ def _huge_pages(root: Path, name: str, of: str, setting: str, *, engines_make_th
 
 def _numa(root: Path) -> Finding:
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
-    if nodes > 1 and _read(root / "proc/sys/kernel/numa_balancing") == "1":
+    if nodes > 1 and read_system_file(root / "proc/sys/kernel/numa_balancing") == "1":
         advice = "pages move between nodes while engines read them: echo 0 > /proc/sys/kernel/numa_balancing"
         return Finding("memory nodes", f"{nodes}, balanced by the kernel", advice)
     return Finding("memory nodes", str(max(1, nodes)))
@@ -156,8 +157,14 @@ def _gpus(topology: Topology) -> Iterator[Finding]:
     for a in range(len(topology.gpus)):
         for b in range(a + 1, len(topology.gpus)):
             link = topology.link(a, b)
-            slow = {None: "lending between them goes through the host", "pcie": "lending is slow: there is no NVLink"}
+            slow = {
+                None: "lending between them goes through the host",
+                "pcie": "lending is slow: there is no NVLink",
+                "pcie behind an IOMMU": "lending between them goes through the host; boot with iommu=pt to lend faster",
+            }
             yield Finding(f"cuda:{a} to cuda:{b}", link or "no mapping", slow.get(link, ""))
+    if topology.is_wsl:
+        yield Finding("WSL", "this system", "lending between models on GPUs goes through the host")
     if topology.has_mps:
         yield Finding("MPS", "runs", "lending between GPUs goes through the host under MPS: stop it to lend faster")
     yield _torch()
@@ -175,11 +182,3 @@ def _torch() -> Finding:
 def _chosen(setting: str) -> str:
     """Return the word in brackets of a setting such as `always [madvise] never`."""
     return setting.partition("[")[2].partition("]")[0]
-
-
-def _read(path: Path) -> str:
-    """Return the content of a file of the kernel's, or "" if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -40,6 +40,7 @@ LAYERS = [
     {"tenant_config", "tier_config", "kv_events_config", "compute_config", "speculative_config"},
     {"storage_options"},
     {"config_fields", "mistakes"},
+    {"machine_memory"},
     {
         "arithmetic",
         "background",
@@ -48,7 +49,6 @@ LAYERS = [
         "histogram",
         "latency",
         "locks",
-        "machine_memory",
         "output",
         "policies",
         "processes",
@@ -60,7 +60,7 @@ LAYERS = [
         "wakeup",
         "__init__",
     },
-    {"shared_memory"},
+    {"shared_memory", "system_files"},
 ]
 ONLY_THESE_MODULES = {
     ("server", "engine"): {"engine.messages"},

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftkv.engine.memory import bytes_beside_torch
 from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS, AttentionBatch, decode_buffers, prepare_batch
 from swiftkv.master.layer_stream import buffers_of
@@ -146,8 +147,9 @@ class _Captured(Generic[Inputs]):
 class _Variant(Generic[Inputs]):
     """The graphs of steps that stream through one number of buffers.
 
-    They are dropped together. Libraries keep memory for the capture stream (cuBLAS a workspace), which all graphs name
-    by address, and which is gone with the first of them. What that one leaves of their pool serves nobody else.
+    They are dropped together. cuBLAS has a workspace for the capture stream, which all of these graphs name by address,
+    and torch frees it with the first of them (github.com/pytorch/pytorch/issues/193402). What is left of their pool
+    then serves nobody else.
     """
 
     stream: GraphStream | None  # None: nothing is copied
@@ -285,12 +287,15 @@ class DecodeGraphs(Generic[Inputs]):
         return replay
 
     def _reserved_bytes(self) -> int:
-        """Return the bytes of the device that this process holds, after giving back those that torch only caches."""
+        """Return the bytes of the device that this process holds, after giving back those that torch only caches.
+
+        The driver's part of a graph, some 10 KB for each of its kernels, is known where the driver tells of processes.
+        """
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(self._device)
+        return torch.cuda.memory_reserved(self._device) + (bytes_beside_torch(self._device) or 0)
 
 
 @cache

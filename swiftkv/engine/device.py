@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from swiftkv.cache.division import divide
 from swiftkv.cache.geometry import blocks_for_tokens
 from swiftkv.engine.memory import GRAPH_BYTES, kv_bytes_on_device, measure_use
 from swiftkv.engine.token_counts import token_counts
@@ -19,6 +18,7 @@ from swiftkv.models.batch import ModelInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from swiftkv.cache.division import PoolDivision
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DecodeInputs
     from swiftkv.engine.messages import EngineConfig
     from swiftkv.master.layer_stream import LayerStream
@@ -32,8 +32,12 @@ times as long, and a larger graph's unused rows cost little beside the copies.""
 log = logging.getLogger(__name__)
 
 
-def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_size: int) -> int:
+def size_pool(
+    config: EngineConfig, model: Decoder, division: PoolDivision, device: torch.device, vocab_size: int
+) -> int:
     """Return the bytes for the pool of an engine that has loaded its weights and has no pool yet.
+
+    `division` is how the pool will be divided.
 
     Call it in inference mode. Raises `ConfigError`, with the sum, if they do not fit.
     """
@@ -48,12 +52,6 @@ def size_pool(config: EngineConfig, model: Decoder, device: torch.device, vocab_
     # Lenders may hold a part of the longest sequence; `runner._check_room` checks that.
     wanted_tokens = config.block_size if config.lending is not None else config.max_model_len
     device_bytes = torch.cuda.get_device_properties(device).total_memory
-    division = divide(
-        model.kv_groups,
-        max_num_seqs=config.max_num_seqs,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        shares_extents=config.shares_extents,
-    )
     minimum_bytes = division.pool_bytes_for_tokens(wanted_tokens)
     kv_bytes = kv_bytes_on_device(config.memory, device_bytes, use, minimum_bytes)
     log.info("%s: %s + KV %.2f GiB of %.2f GiB", device, use, kv_bytes / 2**30, device_bytes / 2**30)

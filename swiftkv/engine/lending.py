@@ -160,7 +160,7 @@ class _PeerPools:
 
 def _serve_link(runner: ModelRunner, transport: str, deadline_s: float, store_path: str) -> threading.Thread | None:
     """Publish an engine's pool for one link, and return the thread that serves it, if the transport has one."""
-    published = publish_pool(Path(store_path), runner.pool, runner.other_ranks)
+    published = publish_pool(Path(store_path), runner.pool, runner.other_ranks, is_mapped=transport != "p2p")
     return serve_p2p(runner.pool, published, deadline_s=deadline_s) if transport == "p2p" else None
 
 

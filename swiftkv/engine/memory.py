@@ -21,7 +21,7 @@ GRAPH_BYTES = 1 << 30
 RUNTIME_BYTES = 1 << 30
 """Bytes set aside for what torch's allocator does not count: CUDA's context, kernels, and libraries' workspaces."""
 
-_LATER_BYTES = 256 << 20  # allocated after the largest step: the driver's copies of CUDA graphs
+_LATER_BYTES = 256 << 20  # allocated beside torch after the largest step
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def measure_use(device: torch.device, largest_step: Callable[[], None], graph_by
     torch.cuda.synchronize(device)
     activation_bytes = torch.cuda.max_memory_reserved(device) - weights_bytes
     torch.cuda.empty_cache()
-    return DeviceUse(weights_bytes, activation_bytes, graph_bytes, runtime_bytes(_bytes_beside_torch(device)))
+    return DeviceUse(weights_bytes, activation_bytes, graph_bytes, runtime_bytes(bytes_beside_torch(device)))
 
 
 def runtime_bytes(measured_bytes: int | None) -> int:
@@ -106,7 +106,7 @@ def runtime_bytes(measured_bytes: int | None) -> int:
     return RUNTIME_BYTES if measured_bytes is None else max(RUNTIME_BYTES, measured_bytes + _LATER_BYTES)
 
 
-def _bytes_beside_torch(device: torch.device) -> int | None:
+def bytes_beside_torch(device: torch.device) -> int | None:
     """Return the bytes that this process holds on `device` beside torch's allocator, if the driver can say."""
     try:
         import pynvml

@@ -358,7 +358,7 @@ class _Followers:
 
 
 class Told(NamedTuple):
-    """What a rank tells the others once it has loaded its part."""
+    """The numbers that a rank tells the others once it has loaded its part."""
 
     files: int  # `ModelRunner.files_identity`
     pool: Sequence[int]  # `Pool.identity`

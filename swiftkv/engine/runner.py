@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,8 @@ from swiftkv.units import PoolBytes
 
 if TYPE_CHECKING:
     from swiftkv.engine.cuda_graphs import DecodeGraphs, DecodeInputs
+
+_OUT_OF_MEMORY = re.compile("out of memory|_ALLOC_FAILED", re.IGNORECASE)
 
 
 class ModelRunner:
@@ -112,7 +115,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return kv_bytes_on_host(config.memory)
         with _out_of_memory_is_no_room(self.device), torch.inference_mode():
-            own_bytes = size_pool(config, self._model, self.device, self.vocab_size)
+            own_bytes = size_pool(config, self._model, division, self.device, self.vocab_size)
             kv_bytes = int(self._communicator.all_gather(torch.tensor([own_bytes], device=self.device)).min())
         _check_room(config, division, kv_bytes)
         return kv_bytes
@@ -350,9 +353,12 @@ def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups:
 
 @contextmanager
 def _out_of_memory_is_no_room(device: torch.device) -> Iterator[None]:
+    """Turn a failed allocation into `NoRoomError`. Beside torch's allocator, it has no class of its own."""
     try:
         yield
-    except torch.cuda.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.cuda.OutOfMemoryError) and not _OUT_OF_MEMORY.search(str(error)):
+            raise
         reason = str(error).splitlines()[0]
         raise NoRoomError(f"device: {device} has no room for the weights and the largest step: {reason}") from error
 

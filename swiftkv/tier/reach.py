@@ -128,7 +128,9 @@ class CopyLane:
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Fence:
         """Copy each source to its target, and return a fence that marks the end; the host does not wait."""
         with ExitStack() as context:
-            context.enter_context(torch.inference_mode())  # the pool was allocated in it
+            context.enter_context(
+                torch.inference_mode()
+            )  # a thread begins outside of it, and the pool may be its tensor
             if self._stream is not None:
                 context.enter_context(torch.cuda.device(self._device))  # a new thread begins with the first GPU
                 context.enter_context(torch.cuda.stream(self._stream))

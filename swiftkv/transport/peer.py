@@ -129,7 +129,7 @@ class PeerTransport:
                 self._failures[ticket] = error if isinstance(error, TransferError) else TransferError(str(error))
                 turn.record()
             end.record()
-        sizes = [0 if runs is None else runs.num_bytes for runs in (to_peer, from_peer)]
+        sizes = [0 if runs is None or ticket in self._failures else runs.num_bytes for runs in (to_peer, from_peer)]
         self._jobs[ticket] = _Job(begin, turn, end, *sizes)
         if len(self._jobs) > _MAX_JOBS:
             self._jobs.popitem(last=False)

@@ -54,15 +54,22 @@ def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return gloo(store, rank, size, timedelta(seconds=timeout_s))
 
 
-def publish_pool(store_path: Path, pool: SharedPool | DevicePool, other_ranks: Sequence[PoolMemory] = ()) -> PeerHandle:
+def publish_pool(
+    store_path: Path,
+    pool: SharedPool | DevicePool,
+    other_ranks: Sequence[PoolMemory] = (),
+    *,
+    is_mapped: bool = True,
+) -> PeerHandle:
     """Publish the lender's `pool` at `store_path`, and return the handle that the borrower will find.
 
-    `other_ranks` are the pools of the lender's other ranks, which are like `pool`.
+    `other_ranks` are the pools of the lender's other ranks, which are like `pool`. With `is_mapped` the borrower is to
+    map the pool, which not every machine allows for memory of a GPU.
 
-    Raises `TransferError` if the file cannot be written, as when the disk is full or the directory is gone.
+    Raises `TransferError` if it does not, or if the file cannot be written: the disk is full, the directory is gone.
     """
-    handle = replace(handle_of(store_path, pool), other_ranks=tuple(other_ranks))
     try:
+        handle = replace(handle_of(store_path, pool, is_mapped=is_mapped), other_ranks=tuple(other_ranks))
         open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
     except (OSError, RuntimeError) as error:  # the store raises nothing more exact
         withdraw_pool(store_path)  # it may have half a record
@@ -71,11 +78,15 @@ def publish_pool(store_path: Path, pool: SharedPool | DevicePool, other_ranks: S
     return handle
 
 
-def handle_of(store_path: Path, pool: SharedPool | DevicePool) -> PeerHandle:
-    """Return a borrower's handle of `pool`, which belongs to this process."""
+def handle_of(store_path: Path, pool: SharedPool | DevicePool, *, is_mapped: bool = True) -> PeerHandle:
+    """Return a borrower's handle of `pool`, which belongs to this process; see `publish_pool`.
+
+    Raises `CudaRuntimeError` if no other process may map the pool.
+    """
     where, secret = str(store_path), new_secret()
     if isinstance(pool, DevicePool):
-        return PeerHandle(os.getpid(), -1, 0, 0, pool.nbytes, where, secret, pool.ipc_handle().hex())
+        ipc_handle = pool.ipc_handle().hex() if is_mapped else ""
+        return PeerHandle(os.getpid(), -1, 0, 0, pool.nbytes, where, secret, ipc_handle)
     memory = os.fstat(pool.fd)
     return PeerHandle(os.getpid(), pool.fd, memory.st_dev, memory.st_ino, pool.nbytes, where, secret)
 

@@ -6,14 +6,18 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from swiftkv.errors import ConfigError
+from swiftkv.system_files import read_system_file
 
 TransportKind = Literal["shm", "peer", "p2p"]
-Link = Literal["nvlink", "pcie"]
+Link = Literal["nvlink", "pcie", "pcie behind an IOMMU"]
 
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_KERNEL_RELEASE = Path("/proc/sys/kernel/osrelease")
 
 OLDEST_CAPABILITY = 80
 """The least compute capability that the kernels need. GPUs before Ampere have neither bfloat16 products nor
@@ -45,6 +49,7 @@ class Topology:
     links: Mapping[tuple[int, int], Link]
     absence: str = ""  # why there are no GPUs
     has_mps: bool = False  # whether NVIDIA's multi-process service launches for all processes
+    is_wsl: bool = False  # whether this is Linux within Windows
 
     def link(self, a: int, b: int) -> Link | None:
         return self.links.get((min(a, b), max(a, b)))
@@ -70,6 +75,8 @@ def choose_transport(lender_device: str, borrower_device: str, topology: Topolog
         return TransportChoice("p2p", "one pool is in host memory, the other on a GPU")
     if topology.has_mps:
         return TransportChoice("p2p", "NVIDIA's MPS runs, under which copies outlive the process that made them")
+    if topology.is_wsl:
+        return TransportChoice("p2p", "this is WSL, where no process can map another's GPU memory")
     if lender == borrower:
         return TransportChoice("peer", f"both pools are on GPU {lender}", ONE_GPU_PROGRAMS)
     link = topology.link(lender, borrower)
@@ -77,6 +84,12 @@ def choose_transport(lender_device: str, borrower_device: str, topology: Topolog
         return TransportChoice("peer", f"NVLink between GPU {lender} and GPU {borrower}")
     if link == "pcie":
         return TransportChoice("peer", f"GPU {lender} and GPU {borrower} reach each other through PCIe, without NVLink")
+    if link is not None:
+        return TransportChoice(
+            "p2p",
+            f"an IOMMU translates between GPU {lender} and GPU {borrower}, and copies through it may be wrong; with "
+            "iommu=pt among the kernel's parameters they can map each other's memory",
+        )
     return TransportChoice("p2p", f"GPU {lender} and GPU {borrower} cannot map each other's memory")
 
 
@@ -149,13 +162,14 @@ def read_topology() -> Topology:
                 elif _can(handles[ours], handles[theirs], pynvml.NVML_P2P_CAPS_INDEX_READ) and _can(
                     handles[ours], handles[theirs], pynvml.NVML_P2P_CAPS_INDEX_WRITE
                 ):
-                    links[a, b] = "pcie"
+                    are_translated = _is_translated(handles[ours]) or _is_translated(handles[theirs])
+                    links[a, b] = "pcie behind an IOMMU" if are_translated else "pcie"
     except pynvml.NVMLError as error:
         return Topology((), {}, f"NVML: {error}")
     finally:
         pynvml.nvmlShutdown()
     absence = _absence(gpus, chosen, visible)
-    return Topology(tuple(gpus[index] for index in chosen), links, absence, uses_mps(os.environ))
+    return Topology(tuple(gpus[index] for index in chosen), links, absence, uses_mps(os.environ), is_wsl())
 
 
 def _absence(gpus: Sequence[Gpu], chosen: Sequence[int], visible: str | None) -> str:
@@ -172,6 +186,20 @@ def _absence(gpus: Sequence[Gpu], chosen: Sequence[int], visible: str | None) ->
 def uses_mps(environment: Mapping[str, str]) -> bool:
     """Return whether CUDA would find a control daemon of the multi-process service, because its pipe exists."""
     return os.path.exists(os.path.join(environment.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_DIRECTORY), "control"))
+
+
+def is_wsl(release: Path = _KERNEL_RELEASE) -> bool:
+    """Return whether the kernel is that of Windows Subsystem for Linux, by the file that tells its release."""
+    return "microsoft" in read_system_file(release).lower()
+
+
+def is_translated(bus_id: str, devices: Path = _PCI_DEVICES) -> bool:
+    """Return whether an IOMMU translates the addresses of a GPU, which NVML's `bus_id` names.
+
+    NVIDIA does not support copies between GPUs through PCIe then, although the driver says that they can be made.
+    """
+    name = bus_id.lower()[-len("0000:00:00.0") :]  # NVML's domain has eight digits
+    return read_system_file(devices / name / "iommu_group" / "type").startswith("DMA")
 
 
 def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:
@@ -213,6 +241,12 @@ def _gpu(handle: object) -> Gpu:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
     return Gpu(_text(name), _text(uuid), 10 * major + minor)
+
+
+def _is_translated(handle: object) -> bool:
+    import pynvml
+
+    return is_translated(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
 
 
 def _can(a: object, b: object, capability: int) -> bool:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from swiftkv.errors import TransferError
+from swiftkv.kernels.cuda_runtime import CudaRuntimeError
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from tests.support.lender import pool_of
 
@@ -19,6 +21,24 @@ def test_a_directory_that_is_gone_is_an_error_at_once(tmp_path: Path) -> None:
     for act in (lambda: publish_pool(tmp_path / "gone" / "store", pool_of(4096)), lambda: find_pool(GONE, 60)):
         with pytest.raises(TransferError, match="No such file or directory"):
             act()
+
+
+class UnmappedPool:
+    """A pool on a GPU, on a system without CUDA IPC."""
+
+    nbytes = 4096
+    tensor = torch.empty(0)
+
+    def ipc_handle(self) -> bytes:
+        raise CudaRuntimeError("cudaIpcGetMemHandle: cudaErrorNotSupported: operation not supported")
+
+
+def test_a_pool_that_nobody_can_map_is_an_error_and_serves_those_who_map_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TransferError, match="cudaErrorNotSupported"):
+        publish_pool(tmp_path / "store", UnmappedPool())
+    assert not (tmp_path / "store").exists()
+    published = publish_pool(tmp_path / "store", UnmappedPool(), is_mapped=False)
+    assert find_pool(tmp_path / "store", 60) == published
 
 
 GONE = Path("/nonexistent/store")

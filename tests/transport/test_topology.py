@@ -17,6 +17,8 @@ from swiftkv.transport.topology import (
     Topology,
     TransportSetting,
     choose_transport,
+    is_translated,
+    is_wsl,
     node_transports,
     read_topology,
     uses_mps,
@@ -91,6 +93,27 @@ def test_under_mps_nobody_writes_to_another_s_pool(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="MPS"):
         node_transports("peer", [("cuda:1", "cuda:1")], machine)
+
+
+def test_under_windows_nobody_maps_another_s_pool(tmp_path: Path) -> None:
+    release = tmp_path / "osrelease"
+    for text, expected in (("6.6.87.2-microsoft-standard-WSL2\n", True), ("6.8.0-45-generic\n", False)):
+        release.write_text(text)
+        assert is_wsl(release) == expected
+    assert not is_wsl(tmp_path / "missing")
+    choice = choose_transport("cuda:0", "cuda:0", replace(MACHINE, is_wsl=True))
+    assert (choice.kind, "WSL" in choice.reason) == ("p2p", True)
+
+
+@pytest.mark.parametrize(("type_", "expected"), [("DMA", True), ("DMA-FQ", True), ("identity", False), (None, False)])
+def test_pcie_behind_an_iommu_that_translates_is_not_used(type_: str | None, expected: bool, tmp_path: Path) -> None:
+    group = tmp_path / "0000:3b:00.0/iommu_group"
+    group.mkdir(parents=True)
+    if type_ is not None:
+        (group / "type").write_text(f"{type_}\n")
+    assert is_translated("00000000:3B:00.0", tmp_path) == expected
+    choice = choose_transport("cuda:0", "cuda:2", replace(MACHINE, links={(0, 2): "pcie behind an IOMMU"}))
+    assert (choice.kind, "iommu=pt" in choice.reason) == ("p2p", True)
 
 
 def test_gpus_that_the_kernels_are_not_written_for_are_refused() -> None:
