@@ -44,14 +44,14 @@ class Background:
 
     def run(self, work: Callable[[], T]) -> T:
         """Do `work`, in a thread of low priority while patience lasts; return its result or raise its error."""
-        if self._left_s() <= 0:
+        if self.left_s == 0:
             return work()
         ids: Future[int] = Future()
         threads = ThreadPoolExecutor(1, "background", initializer=_lower, initargs=(ids,))
         result = threads.submit(work)
         threads.shutdown(wait=False)
         with contextlib.suppress(TimeoutError):
-            return result.result(self._left_s())
+            return result.result(self.left_s)
         self.end()
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, ids.result(), os.getpriority(os.PRIO_PROCESS, 0))
@@ -63,8 +63,10 @@ class Background:
         if self._is_session_low:
             self._is_session_low = not _set_session_niceness(0)
 
-    def _left_s(self) -> float:
-        return self._ends_s - time.monotonic()
+    @property
+    def left_s(self) -> float:
+        """The seconds for which it still gives way."""
+        return max(0.0, self._ends_s - time.monotonic())
 
 
 FOREGROUND = Background(0.0)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftkv.system_files import read_system_file
+
 logger = logging.getLogger(__name__)
 
 WANTED_OPEN_FILES = 65536
@@ -131,15 +133,25 @@ class ProcessVitals:
     """A process as the kernel sees it."""
 
     is_stopped: bool
+    """Whether it or one of its children, such as a rank, is stopped."""
     cpu_s: float
     """The processor time that all of its threads have used so far."""
 
 
 def read_vitals(pid: int) -> ProcessVitals | None:
-    """Read `/proc/PID/stat`, see proc_pid_stat(5); `None` if it cannot be read, as that of a process that is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # also where this process may open no more files
+    """Read the state of a process and of those that its first thread has started.
+
+    Returns `None` if it cannot be read, as that of a process that is gone.
+    """
+    fields = _read_stat(pid)
+    if not fields:
         return None
+    children = read_system_file(Path(f"/proc/{pid}/task/{pid}/children")).split()
+    is_stopped = any(of[:1] and of[0] in _STOPPED_STATES for of in (fields, *map(_read_stat, children)))
     cpu_ticks = int(fields[14 - 3]) + int(fields[15 - 3])
-    return ProcessVitals(fields[0] in _STOPPED_STATES, cpu_ticks / os.sysconf("SC_CLK_TCK"))
+    return ProcessVitals(is_stopped, cpu_ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _read_stat(pid: int | str) -> list[str]:
+    """Return the fields of `/proc/PID/stat` from the third on, the state, see proc_pid_stat(5); none if it is gone."""
+    return read_system_file(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()

@@ -74,6 +74,21 @@ def test_a_stopped_process_is_told_from_one_that_computes() -> None:
     assert read_vitals(process.pid) is None
 
 
+def test_a_process_whose_child_is_stopped_is_stopped() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            vitals = read_vitals(os.getpid())
+            assert vitals is not None
+            assert vitals.is_stopped
+        finally:
+            child.kill()
+    vitals = read_vitals(os.getpid())
+    assert vitals is not None
+    assert not vitals.is_stopped
+
+
 def test_search_paths_lead_to_the_same_directories_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

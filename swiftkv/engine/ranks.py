@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 import zmq
 
-from swiftkv.background import FOREGROUND, Background
+from swiftkv.background import FOREGROUND, PATIENCE_VARIABLE, Background
 from swiftkv.engine.messages import EXIT_GAVE_UP, EXIT_LOAD_FAILED, EXIT_NO_ROOM, EngineConfig
 from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.runner import ModelRunner
@@ -161,7 +161,7 @@ def open_runner(
         with contextlib.closing(ModelRunner(config, background=background)) as runner:
             yield runner
         return
-    followers = _Followers(config, context)
+    followers = _Followers(config, context, background.left_s)
     try:
         with contextlib.closing(LeadingRunner(config, followers, background)) as leading:
             yield leading
@@ -278,7 +278,7 @@ class Follower:
 class _Followers:
     """The other ranks as rank 0 sees them: starts and watches their processes, and sends them orders."""
 
-    def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, config: EngineConfig, context: zmq.Context[zmq.Socket[bytes]], give_way_s: float) -> None:
         self._name = config.name
         self._give_up_s = config.watchdog_s / _GIVE_UPS_PER_WATCHDOG
         self._speaking = threading.Lock()  # held by the one thread that says why the engine ends
@@ -289,7 +289,7 @@ class _Followers:
         self._directory.mkdir(mode=0o700)
         ranks = range(1, config.tensor_parallel_size)
         self._sockets = [_bind(context, _address(config, rank), _deadline_s(config)) for rank in ranks]
-        self._processes = [_start(of_rank(config, rank)) for rank in ranks]
+        self._processes = [_start(of_rank(config, rank), give_way_s) for rank in ranks]
         self._watchers = [
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank} watch", daemon=True)
             for rank, process in zip(ranks, self._processes, strict=True)
@@ -399,9 +399,10 @@ def _giving_up() -> Iterator[None]:
         os._exit(EXIT_GAVE_UP)
 
 
-def _start(config: EngineConfig) -> subprocess.Popen[bytes]:
+def _start(config: EngineConfig, give_way_s: float) -> subprocess.Popen[bytes]:
     command = module_command("swiftkv.engine.main", config.name, f"rank {config.rank}")
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    environment = {**os.environ, PATIENCE_VARIABLE: str(give_way_s)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has died already: its watcher notices
         process.stdin.write(msgspec.json.encode(config) + b"\n")

@@ -117,6 +117,17 @@ def test_a_restarted_model_finds_what_all_of_its_ranks_had_computed(node: NodePr
     assert again["usage"]["prompt_tokens_details"]["cached_tokens_details"]["host"] > 0
 
 
+def test_a_rank_that_is_stopped_without_work_is_shown(node: NodeProcess) -> None:
+    before = ranks(node)
+    before[1].send_signal(signal.SIGSTOP)
+    try:
+        wait_for("it to be seen", lambda: node.ready()["divided"] == "stopped")
+    finally:
+        before[1].send_signal(signal.SIGCONT)
+    wait_for("it to go on", lambda: node.ready()["divided"] == "ready")
+    assert ranks(node) == before
+
+
 @pytest.mark.slow
 def test_a_stopped_rank_is_a_hung_engine(node: NodeProcess) -> None:
     """Rank 0 says which one it was, or is itself ended as hung where the machine is too slow for that."""
