@@ -300,7 +300,7 @@ class ModelRunner:
             blocks[place].copy_(blocks[block])
 
     def fence(self) -> Fence:
-        """Return a fence to wait for everything that was launched so far."""
+        """Return a fence behind all that the steps have launched so far."""
         return Fence(self.device)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:

@@ -34,16 +34,19 @@ _WHY_LESS: dict[Status | None, LoadStop] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """The blocks of a prompt that storage should load: from `first` to `end`, without those that are in the pool."""
+class _Stretch:
+    """The blocks of a prompt that storage should load: from `begin` to `end`, without those that are in the pool."""
 
-    first: int  # blocks before it are computed meanwhile; 0: the request waits
-    end: int  # 0: nothing is loaded
+    begin: int
+    end: int
 
     @property
     def is_back(self) -> bool:
-        """Whether the request computes the front of its prompt meanwhile."""
-        return self.first > 0
+        """Whether the request computes the blocks before it meanwhile; otherwise it waits."""
+        return self.begin > 0
+
+
+_NOTHING = _Stretch(0, 0)
 
 
 @dataclass(slots=True)
@@ -56,13 +59,17 @@ class _Wait:
     deadline_s: float  # monotonic
     asked: Search | Load
     is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
-    span: _Span | None = None  # None: not decided
+    stretch: _Stretch | None = None  # None: not decided
     unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
-    computes_front: bool = False  # it may begin with the front of its prompt while the back is loaded
 
     @property
     def load(self) -> Load | None:
         return self.asked if isinstance(self.asked, Load) else None
+
+    @property
+    def computes_front(self) -> bool:
+        """Whether it may begin with the front of its prompt while the back is loaded."""
+        return self.load is not None and self.stretch is not None and self.stretch.is_back
 
 
 class Loads:
@@ -155,7 +162,7 @@ class Loads:
                 if self._is_passed(wait):
                     self.num_late += wait.request_id in self._expected  # it reached its back before storage did
                     self._give_up(wait)
-            elif wait.span is not None and wait.load is None:  # there was no room
+            elif wait.stretch is not None and wait.load is None:  # there was no room
                 self._begin(wait)
 
     def forget(self, request_id: int) -> None:
@@ -226,21 +233,18 @@ class Loads:
         the front is computed meanwhile, all blocks are read from the last on, tails together with their neighbours.
         """
         assert wait.is_stored is not None
-        if wait.span is None:
-            wait.span = self._span_worth_loading(wait, wait.is_stored)
-        first = wait.span.first
-        length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.span.end)
+        if wait.stretch is None:
+            wait.stretch = self._stretch_worth_loading(wait, wait.is_stored)
+        begin, is_back = wait.stretch.begin, wait.stretch.is_back
+        length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.stretch.end)
         block_keys, is_resident, num_usable = self._scheduler.look_up(wait.request_id)
-        if length <= num_usable or self._is_here(is_resident, first, length):
+        if length <= num_usable or self._is_here(is_resident, begin, length):
             self._let_go(wait)
             return
-        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length, first)
+        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length, begin)
         if not len(blocks):
             return
-        if wait.span.is_back:
-            order = np.lexsort((groups, indices))[::-1]
-        else:
-            order = np.lexsort((groups, indices, self._is_full[groups]))
+        order = np.lexsort((groups, indices))[::-1] if is_back else np.lexsort((groups, indices, self._is_full[groups]))
         keys = list(split_keys(block_keys))
         targets = [
             Target(BlockName(keys[index], group), index, block, self._span_at(offset, group))
@@ -251,15 +255,14 @@ class Loads:
         load = wait.asked = Load(wait.request_id, targets, wait.deadline_s, self._reach.fence())
         wait.unread = dict.fromkeys(targets)
         self._reading_bytes += _num_bytes(targets)
-        self._expected[wait.request_id] = ExpectedHits(wait.num_usable, length, wait.span.is_back)
+        self._expected[wait.request_id] = ExpectedHits(wait.num_usable, length, is_back)
         self.num_loads += 1
         self._loader.submit(load)
-        if wait.span.is_back:
-            wait.computes_front = True
+        if is_back:
             self.why_less[wait.request_id] = "declined"
             self._scheduler.meet(wait.request_id, length)
 
-    def _span_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> _Span:
+    def _stretch_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> _Stretch:
         """Return which blocks of a prompt storage should read.
 
         `wait_complete` reads all that storage has, without asking the planner.
@@ -267,22 +270,22 @@ class Loads:
         length = self._scheduler.loadable(wait.request_id, is_stored, wait.num_keys)
         num_tokens = (length - wait.num_usable) * self._block_size
         if num_tokens < self._spec.prefetch_threshold:
-            return _Span(0, 0)
+            return _NOTHING
         if self._spec.prefetch_policy == "wait_complete":
-            return _Span(0, length)
+            return _Stretch(0, length)
         if first := self._first_of_back(wait, length):
-            return _Span(first, length)
+            return _Stretch(first, length)
         num_bytes = self._load_bytes(wait.num_usable, length)
         compute_s = self._compute_s(wait, 0, length - wait.num_usable)
         if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):
-            return _Span(0, length)
+            return _Stretch(0, length)
         self.num_declined += 1
         self.why_less[wait.request_id] = "declined"
         if not self._planner.begins_trial(time.monotonic()):
-            return _Span(0, 0)
+            return _NOTHING
         shorter = min(length, wait.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
         usable = self._scheduler.loadable(wait.request_id, is_stored, shorter)
-        return _Span(0, usable if usable > wait.num_usable else length)
+        return _Stretch(0, usable if usable > wait.num_usable else length)
 
     def _first_of_back(self, wait: _Wait, length: int) -> int | None:
         """Return the first block to load if the blocks before it should be computed at the same time.

@@ -128,9 +128,8 @@ class CopyLane:
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Fence:
         """Copy each source to its target, and return a fence that marks the end; the host does not wait."""
         with ExitStack() as context:
-            context.enter_context(
-                torch.inference_mode()
-            )  # a thread begins outside of it, and the pool may be its tensor
+            # A thread begins outside of it, and only in it can a pool that was allocated in it be written.
+            context.enter_context(torch.inference_mode())
             if self._stream is not None:
                 context.enter_context(torch.cuda.device(self._device))  # a new thread begins with the first GPU
                 context.enter_context(torch.cuda.stream(self._stream))
@@ -196,19 +195,19 @@ class DeviceReach:
             ) from error
 
     def landing(self, spans: Sequence[Span]) -> list[RankParts]:
-        return [[slot.numpy().data for slot in slots] for slots in self._slots(spans)]
+        return [[part.numpy().data for part in parts] for parts in self._landing_parts(spans)]
 
     def land(self, spans: Sequence[Span]) -> None:
         self._up.copy(
-            (span.of(pool), slot)
-            for span, slots in zip(spans, self._slots(spans), strict=True)
-            for pool, slot in zip(self.pools, slots, strict=True)
+            (span.of(pool), part)
+            for span, parts in zip(spans, self._landing_parts(spans), strict=True)
+            for pool, part in zip(self.pools, parts, strict=True)
         ).wait()
 
     def take(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._down.copy(copies).wait()
 
-    def _slots(self, spans: Sequence[Span]) -> Iterator[Sequence[Tensor]]:
+    def _landing_parts(self, spans: Sequence[Span]) -> Iterator[Sequence[Tensor]]:
         """Yield the places of blocks in the staging memory, one after the other, with a part for each rank."""
         end = 0
         for span in spans:

@@ -12,7 +12,7 @@ _POLL_S = 50e-6
 
 
 class Fence:
-    """Marks all work that was launched on the device so far."""
+    """Marks the end of what this thread has launched on its current CUDA stream, and of what that stream waits for."""
 
     def __init__(self, device: torch.device, timeout_s: float | None = None) -> None:
         """`timeout_s`: the longest that `wait` takes."""

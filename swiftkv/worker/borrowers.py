@@ -52,7 +52,7 @@ class BorrowerPeer:
     is_attached: bool = False
     is_ending: bool = False  # its leases end once no thread serves it
     num_running: int = 0  # its processes, from its Hello until they are gone
-    is_gone: bool = False  # and none of its processes runs
+    is_gone: bool = False  # it is ending because the last of its processes has ended
     quiet_s: float = 0.0  # monotonic: until then, stores that it launched may still arrive
     servers: list[threading.Thread] = field(default_factory=list)
     heard_s: float = 0.0
