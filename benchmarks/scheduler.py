@@ -40,7 +40,7 @@ def read_plan(plan: _core.StepPlan) -> int:
         plan.request_ids,
         plan.row_slots,
     ]
-    arrays += [*plan.block_tables, *plan.table_starts, plan.logits_rows, plan.logits_seqs]
+    arrays += [*plan.stream_tables[0], *plan.table_starts, plan.logits_rows, plan.logits_seqs]
     arrays += [plan.new_request_ids, plan.new_cached_tokens, plan.preempted_request_ids]
     return sum(a.size for a in arrays)
 

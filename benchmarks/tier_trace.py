@@ -180,7 +180,7 @@ class StubEngine:
         """Check the KV that rows find in the cache, and write the KV that they compute."""
         self.computed_tokens += len(plan.token_ids)
         num_tokens = np.diff(plan.query_starts)
-        entries, starts = plan.block_tables[0], plan.table_starts[0]
+        entries, starts = plan.stream_tables[0][0], plan.table_starts[0]
         for s, (request_id, end) in enumerate(zip(plan.request_ids.tolist(), plan.context_lens.tolist(), strict=True)):
             prompt = self.prompts[request_id]
             blocks = entries[starts[s] : starts[s + 1]]

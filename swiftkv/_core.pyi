@@ -345,14 +345,12 @@ class StepPlan:
     def row_slots(self) -> Int32Array:
         """[S] the slot of each request as long as it runs; after a preemption a request may get another"""
     @property
-    def block_tables(self) -> list[Int32Array]:
-        """Per group [sum of blocks]: layer-block index of layer 0 of each block, or NO_BLOCK.
-
-        Layer l of entry e is layer block e + l; of a negative entry other than NO_BLOCK, layer block ~e for every l.
-        """
-    @property
     def stream_tables(self) -> list[list[Int32Array]]:
-        """[buffer][group]: the block tables of layers l with l % max(1, num_stream_buffers) == buffer"""
+        """[buffer][group] [sum of blocks]: the layer-block index of layer 0 of each block, or NO_BLOCK.
+
+        These are the block tables of the layers l with l % max(1, num_stream_buffers) == buffer. Layer l of entry e is
+        layer block e + l; of a negative entry other than NO_BLOCK, layer block ~e for every l.
+        """
     @property
     def num_stream_buffers(self) -> int:
         """1 or 2; 0: no borrowed block is staged in this step"""

@@ -159,10 +159,6 @@ class Step:
     has_unknown_tokens: bool = False
 
     @property
-    def block_tables(self) -> Sequence[Int32Array]:
-        return self.stream_tables[0]
-
-    @property
     def num_stream_buffers(self) -> int:
         return len(self.loads)
 

@@ -99,12 +99,9 @@ void bind_plan(nb::module_& m) {
     def_array(plan, "context_lens", &StepPlan::context_lens);
     def_array(plan, "request_ids", &StepPlan::request_ids);
     def_array(plan, "row_slots", &StepPlan::row_slots);
-    plan.def_prop_ro("block_tables", [](nb::handle_t<StepPlan> self) {
-        return views(nb::cast<StepPlan&>(self).block_tables[0], self);
-    });
     plan.def_prop_ro("stream_tables", [](nb::handle_t<StepPlan> self) {
         nb::list tables;
-        for (auto& of_buffer : nb::cast<StepPlan&>(self).block_tables) tables.append(views(of_buffer, self));
+        for (auto& of_buffer : nb::cast<StepPlan&>(self).stream_tables) tables.append(views(of_buffer, self));
         return tables;
     });
     plan.def_prop_ro("table_starts",

@@ -48,7 +48,7 @@ struct StepPlan {
     std::vector<int32_t> row_slots;      // [S]
     // Per stream buffer (one if nothing is streamed) and group [sum of blocks]: the entries for the layers l with
     // l % num_stream_buffers == buffer.
-    std::vector<std::vector<std::vector<int32_t>>> block_tables;
+    std::vector<std::vector<std::vector<int32_t>>> stream_tables;
     std::vector<std::vector<int32_t>> table_starts;  // per group [S+1]
     std::vector<int32_t> logits_rows;                // [R] into T, ascending
     std::vector<int32_t> logits_seqs;                // [R] into S

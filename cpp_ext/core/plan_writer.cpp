@@ -12,7 +12,7 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
                                             std::vector<RequestId> preempted) const {
     auto plan = std::make_unique<StepPlan>();
     plan->query_starts.push_back(0);
-    plan->block_tables.assign(1, std::vector<std::vector<int32_t>>(cache_.num_groups()));
+    plan->stream_tables.assign(1, std::vector<std::vector<int32_t>>(cache_.num_groups()));
     plan->table_starts.assign(cache_.num_groups(), {0});
     for (const StepRow& row : rows) write_row(*plan, row);
     plan->new_borrowed_starts.push_back(0);
@@ -63,7 +63,7 @@ void PlanWriter::write_row(StepPlan& plan, const StepRow& row) const {
     for (int g = 0; g < cache_.num_groups(); ++g) {
         const std::vector<int32_t>& entries = r.table.groups[g].entries;
         ensure(num_blocks <= static_cast<int>(entries.size()), "there are blocks for what a step computes");
-        std::vector<int32_t>& table = plan.block_tables[0][g];
+        std::vector<int32_t>& table = plan.stream_tables[0][g];
         table.insert(table.end(), entries.begin(), entries.begin() + num_blocks);
         plan.table_starts[g].push_back(static_cast<int32_t>(table.size()));
     }
@@ -111,7 +111,7 @@ PlanWriter::Streamed PlanWriter::streamed_blocks(const StepPlan& plan, std::span
     for (const auto& [from, to] : cache_.moves_across(g)) streamed.add(from, to, true, true);
     for (size_t s = 0; s < rows.size(); ++s) {
         const int begin = rows[s].request->num_planned() - rows[s].num_tokens, size = limits_.block_size;
-        const int32_t* entries = &plan.block_tables[0][g][plan.table_starts[g][s]];
+        const int32_t* entries = &plan.stream_tables[0][g][plan.table_starts[g][s]];
         for (int i = 0; i < plan.table_starts[g][s + 1] - plan.table_starts[g][s]; ++i)
             if (is_staged(entries[i])) {
                 const BlockId block = staged_place(entries[i]);
@@ -135,7 +135,7 @@ void PlanWriter::write_streams(StepPlan& plan, std::span<const StepRow> rows) co
     }
     if (!is_streaming) num_buffers = 1;
     plan.num_stream_buffers = is_streaming ? num_buffers : 0;
-    plan.block_tables.resize(num_buffers, plan.block_tables[0]);
+    plan.stream_tables.resize(num_buffers, plan.stream_tables[0]);
     for (int g = 0; g < cache_.num_groups(); ++g)
         for (int buffer = 0; buffer < num_buffers; ++buffer) write_stream(plan, g, buffer, streamed[g]);
 }
@@ -158,7 +158,7 @@ void PlanWriter::write_stream(StepPlan& plan, int g, int buffer, const Streamed&
         if (is_stored) add_to(stores, target);
     }
     if (num_streamed == 0) return;
-    for (int32_t& entry : plan.block_tables[buffer][g])
+    for (int32_t& entry : plan.stream_tables[buffer][g])
         if (is_staged(entry)) entry = staged(stage(streamed.index.at(staged_place(entry))));
 }
 

@@ -248,7 +248,7 @@ class DecodeGraphs(Generic[Inputs]):
     def _replay(self, plan: EngineStep, variant: _Variant[Inputs]) -> Tensor | None:
         """Replay a graph and return all of its rows; `None` if no graph of the variant holds the step."""
         size = choose_size(variant.sizes, len(plan.token_ids))
-        if size is None or any(len(table) > self._num_entries for table in plan.block_tables):
+        if size is None or any(len(table) > self._num_entries for table in plan.stream_tables[0]):
             return None
         if variant.stream is not None and not variant.stream.fill(plan):
             return None

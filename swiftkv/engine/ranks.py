@@ -109,10 +109,6 @@ class ReceivedStep:
         return bool((self.token_ids < 0).any())
 
     @property
-    def block_tables(self) -> Sequence[Int32Array]:
-        return self.stream_tables[0]
-
-    @property
     def has_copies(self) -> bool:
         return bool(self.runs)
 

@@ -66,7 +66,7 @@ def test_steps_with_kv_elsewhere_are_the_steps_with_all_of_it_here(serve: Any) -
     assert streamed.has_copies
     own = torch.zeros(20 * group.block_bytes, dtype=torch.uint8)
     width = group.layer_block_bytes
-    cached = local.block_tables[0][:10].tolist()  # layer blocks of the pool
+    cached = local.stream_tables[0][0][:10].tolist()  # layer blocks of the pool
     for layer in range(group.num_layers):
         # Link 0 holds the cached blocks where the runs look for them.
         for _, peer_offset, local_offset, count, staged in streamed.loads[layer].tolist():

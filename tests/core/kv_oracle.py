@@ -107,7 +107,7 @@ def rows_of(plan: _core.StepPlan) -> list[Row]:
         end = int(plan.context_lens[s])
         tables = [
             table[starts[s] : starts[s + 1]].tolist()
-            for table, starts in zip(plan.block_tables, plan.table_starts, strict=True)
+            for table, starts in zip(plan.stream_tables[0], plan.table_starts, strict=True)
         ]
         rows.append(Row(request_id, int(plan.row_slots[s]), end - (last - first), end, tables))
     return rows

@@ -385,7 +385,7 @@ def test_a_window_group_holds_only_its_window() -> None:
     assert sliding.used == 3  # the tail of 5 tokens, and a block more
     plan = e.schedule()
     assert plan is not None
-    assert (plan.block_tables[1] == _core.NO_BLOCK).tolist() == [True] * 7 + [False] * 4
+    assert (plan.stream_tables[0][1] == _core.NO_BLOCK).tolist() == [True] * 7 + [False] * 4
 
 
 def test_a_match_ends_where_the_window_before_it_is_resident() -> None:
@@ -465,7 +465,7 @@ def test_arrays_of_a_plan_outlive_it() -> None:
     e.add(1, [3, 1, 4, 1, 5])
     plan = e.schedule()
     assert plan is not None
-    tokens, tables = plan.token_ids, plan.block_tables
+    tokens, tables = plan.token_ids, plan.stream_tables[0]
     e.commit()
     del plan
     e.drain()

@@ -291,7 +291,7 @@ class BorrowerLife(EngineClient):
         for number, region in enumerate(self.runner.pool.regions):
             starts, width = plan.table_starts[number].tolist(), region.group.layer_block_bytes
             for row, context_len in enumerate(plan.context_lens.tolist()):
-                table = plan.block_tables[number][starts[row] : starts[row + 1]][: context_len // BLOCK_SIZE]
+                table = plan.stream_tables[0][number][starts[row] : starts[row + 1]][: context_len // BLOCK_SIZE]
                 first = torch.from_numpy(table[table >= 0].astype(np.int64))
                 for layer in range(region.group.num_layers):
                     parts = [region_view(pool, region).view(-1, width)[first + layer] for pool in self.pools.values()]

@@ -79,7 +79,7 @@ def test_a_padded_step_is_the_step(num_seqs: int, size: int) -> None:
 
 def token_by_token(toy: Toy, step: Step) -> torch.Tensor:
     """Run the step's tokens one after the other, each as a step of its own."""
-    rows, (table,), (starts,) = [], step.block_tables, step.table_starts
+    rows, (table,), (starts,) = [], step.stream_tables[0], step.table_starts
     for s, (first, end) in enumerate(pairwise(step.query_starts.tolist())):
         entries = table[starts[s] : starts[s + 1]]
         for token in range(first, end):
@@ -88,7 +88,7 @@ def token_by_token(toy: Toy, step: Step) -> torch.Tensor:
                 positions=step.positions[token : token + 1],
                 query_starts=np.array([0, 1], np.int32),
                 context_lens=step.positions[token : token + 1] + np.int32(1),
-                block_tables=[entries],
+                stream_tables=[[entries]],
                 table_starts=[np.array([0, len(entries)], np.int32)],
             )
             rows.append(toy.eager(alone))

@@ -60,7 +60,7 @@ class PoisoningRunner(ModelRunner):
 
     def _used_extents(self, plan: EngineStep) -> Iterator[list[int]]:
         """Yield the extents, group by group, in which blocks of the step lie, or come to lie."""
-        for group, (spec, table) in enumerate(zip(self.group_specs, plan.block_tables, strict=True)):
+        for group, (spec, table) in enumerate(zip(self.group_specs, plan.stream_tables[0], strict=True)):
             places = plan.local_moves[plan.local_moves[:, 0] == group, 2]
             blocks = np.concatenate([table[table != NO_BLOCK] // spec.num_layers, places])
             yield np.unique(blocks // self._division.blocks_per_extent(group)).tolist()

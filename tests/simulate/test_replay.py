@@ -29,7 +29,7 @@ def seen(plan: StepPlan) -> Seen:
     """All of a plan but the answers' tokens, which a simulation has none of."""
     arrays = (plan.query_starts, plan.context_lens, plan.positions, plan.row_slots, plan.new_cached_tokens)
     ids = (plan.request_ids, plan.new_request_ids, plan.preempted_request_ids)
-    tables = [table.tolist() for table in plan.block_tables]
+    tables = [table.tolist() for table in plan.stream_tables[0]]
     return *(array.tolist() for array in (*ids, *arrays)), tables, plan.num_prompt_tokens_in_step
 
 

@@ -134,7 +134,7 @@ def check_pools(models: Sequence[SimulatedModel]) -> None:
 def seen(plan: StepPlan) -> Seen:
     ids = (plan.request_ids, plan.new_request_ids, plan.preempted_request_ids, plan.new_cached_tokens)
     arrays = (*ids, plan.token_ids, plan.query_starts, plan.context_lens, plan.row_slots)
-    return *(array.tolist() for array in arrays), [table.tolist() for table in plan.block_tables]
+    return *(array.tolist() for array in arrays), [table.tolist() for table in plan.stream_tables[0]]
 
 
 def test_a_model_of_a_node_does_what_it_does_alone_plan_for_plan() -> None:

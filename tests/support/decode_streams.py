@@ -32,10 +32,6 @@ class StreamedStep:
     has_unknown_tokens: bool = False
 
     @property
-    def block_tables(self) -> Sequence[Int32Array]:
-        return self.stream_tables[0]
-
-    @property
     def has_copies(self) -> bool:
         return any(self.runs.values())
 

@@ -34,15 +34,11 @@ class Step:
     positions: Int32Array
     query_starts: Int32Array
     context_lens: Int32Array
-    block_tables: Sequence[Int32Array]
+    stream_tables: Sequence[Sequence[Int32Array]]
     table_starts: Sequence[Int32Array]
     has_unknown_tokens: bool = False
     num_stream_buffers: int = 0
     has_copies: bool = False
-
-    @property
-    def stream_tables(self) -> Sequence[Sequence[Int32Array]]:
-        return (self.block_tables,)
 
     @property
     def local_moves(self) -> Int32Array:
@@ -70,7 +66,7 @@ def decode_step(
         ),
         query_starts=np.append(0, new.cumsum()).astype(np.int32),
         context_lens=lengths,
-        block_tables=[(generator.permutation(num_blocks)[: counts.sum()] * num_layers).astype(np.int32)],
+        stream_tables=[[(generator.permutation(num_blocks)[: counts.sum()] * num_layers).astype(np.int32)]],
         table_starts=[np.append(0, counts.cumsum()).astype(np.int32)],
     )
 
@@ -110,5 +106,5 @@ class Toy:
 
 
 def _host(step: StepArrays) -> list[Tensor]:
-    arrays = (step.positions, step.query_starts, step.context_lens, step.block_tables[0], step.table_starts[0])
+    arrays = (step.positions, step.query_starts, step.context_lens, step.stream_tables[0][0], step.table_starts[0])
     return [torch.from_numpy(array) for array in arrays]

@@ -686,7 +686,7 @@ bool SimulatedEngine::run(const Step& step, int g, int budget, bool is_checked) 
 }
 
 void SimulatedEngine::spoil_staged(const StepPlan& plan, int g) {
-    for (const auto& tables : plan.block_tables)
+    for (const auto& tables : plan.stream_tables)
         for (const int32_t entry : tables[g])
             if (is_staged(entry)) std::fill_n(local_marks(g, staged_place(entry)), setup_.limits.block_size, 0);
 }
@@ -718,7 +718,7 @@ void SimulatedEngine::copy_from_peer(int g, const CopyRuns& runs, int layer) {
 
 std::vector<SimulatedEngine::Row> SimulatedEngine::rows(const Step& step, int g, int layer) {
     const StepPlan& plan = *step.plan;
-    const auto& table = plan.block_tables[layer % std::max(1, plan.num_stream_buffers)][g];
+    const auto& table = plan.stream_tables[layer % std::max(1, plan.num_stream_buffers)][g];
     std::vector<Row> rows;
     for (size_t s = 0; s < plan.request_ids.size(); ++s) {
         const auto found = requests_.find(plan.request_ids[s]);

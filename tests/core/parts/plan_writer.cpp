@@ -16,7 +16,7 @@ TEST(a_plan_has_a_row_for_each_token_and_a_table_for_each_sequence) {
     EXPECT(plan->query_starts == Ints{0, 6, 10});
     EXPECT(plan->context_lens == Ints{6, 4});
     EXPECT(plan->row_slots == Ints{0, 1});
-    EXPECT(plan->block_tables[0][0] == Ints{0, 2, 4});  // blocks of two layers
+    EXPECT(plan->stream_tables[0][0] == Ints{0, 2, 4});  // blocks of two layers
     EXPECT(plan->table_starts[0] == Ints{0, 2, 3});
     EXPECT(plan->logits_rows == Ints{5, 9});
     EXPECT(plan->logits_seqs == Ints{0, 1});
@@ -83,8 +83,8 @@ TEST(borrowed_blocks_are_staged_side_by_side) {
     const BlockId local = 0, staging = 1;
     const int64_t in_extent_1 = 5000 + 400;
     // Each buffer has a layer block of its own.
-    EXPECT(plan->block_tables[0][0] == Ints{local * 2, staged(staging * 2)});
-    EXPECT(plan->block_tables[1][0] == Ints{local * 2, staged(staging * 2 + 1)});
+    EXPECT(plan->stream_tables[0][0] == Ints{local * 2, staged(staging * 2)});
+    EXPECT(plan->stream_tables[1][0] == Ints{local * 2, staged(staging * 2 + 1)});
     EXPECT(plan->copies[0].loads[0].rows.empty());  // the step writes the whole block
     EXPECT(plan->copies[0].stores[0].rows == std::vector<int64_t>{0, in_extent_1, staging * 200, 1, 1});
     EXPECT(plan->copies[0].stores[1].rows == std::vector<int64_t>{0, in_extent_1, staging * 200 + 100, 1, 1});
