@@ -1,4 +1,4 @@
-"""The few calls of the CUDA runtime that torch does not offer: allocations of their own, IPC handles, 2-D copies.
+"""The few calls about CUDA that torch does not offer: allocations of their own, IPC handles, 2-D copies.
 
 They act on torch's current device, in the context that torch uses, through the runtime library that torch has loaded.
 NVIDIA's `cuda.bindings`, for only seven functions, would have to be kept at torch's version of CUDA. Addresses are
@@ -8,6 +8,7 @@ plain integers. A handle can only be opened in a process other than the one that
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from functools import cache
 
@@ -129,3 +130,25 @@ def _runtime() -> ctypes.CDLL:
     for name in ("cudaGetErrorName", "cudaGetErrorString"):
         getattr(runtime, name).restype = ctypes.c_char_p
     return runtime
+
+
+def bytes_beside_torch(device: torch.device) -> int | None:
+    """Return the bytes that this process holds on `device` beside torch's allocator, if the driver can say."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        used = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    if not used or used[0] is None:  # in a container, processes have other numbers than the driver's
+        return None
+    return max(0, int(used[0]) - torch.cuda.memory_reserved(device))

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftkv.engine.memory import bytes_beside_torch
+from swiftkv.kernels.cuda_runtime import bytes_beside_torch
 from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS, AttentionBatch, decode_buffers, prepare_batch
 from swiftkv.master.layer_stream import buffers_of

@@ -6,13 +6,13 @@ Nothing is subtracted from the device's free memory: engines that start together
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from swiftkv.errors import ConfigError
+from swiftkv.kernels.cuda_runtime import bytes_beside_torch
 from swiftkv.units import DeviceShare, PoolMemory
 
 GRAPH_BYTES = 1 << 30
@@ -104,28 +104,6 @@ def measure_use(device: torch.device, largest_step: Callable[[], None], graph_by
 def runtime_bytes(measured_bytes: int | None) -> int:
     """Return the bytes to set aside beside torch's allocator, given those measured after the largest step, if any."""
     return RUNTIME_BYTES if measured_bytes is None else max(RUNTIME_BYTES, measured_bytes + _LATER_BYTES)
-
-
-def bytes_beside_torch(device: torch.device) -> int | None:
-    """Return the bytes that this process holds on `device` beside torch's allocator, if the driver can say."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        used = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    if not used or used[0] is None:  # in a container, processes have other numbers than the driver's
-        return None
-    return max(0, int(used[0]) - torch.cuda.memory_reserved(device))
 
 
 def _gib(num_bytes: int) -> str:
