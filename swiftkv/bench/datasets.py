@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 Prompt = list[int] | str
@@ -121,10 +121,10 @@ def sharegpt(
     path: Path, tokenizer: Any, rng: np.random.Generator, num_prompts: int, *, output_len: int | None
 ) -> list[Conversation]:
     """Return the first question and the length of its answer of each conversation of a ShareGPT file, shuffled."""
-    entries = [entry for entry in _read_json(path) if len(entry.get("conversations") or ()) >= 2]
+    entries = [turns for entry in _read_json(path) if len(turns := entry.conversations or []) >= 2]
     chosen: list[Conversation] = []
     for i in rng.permutation(len(entries)):
-        question, answer = (str(turn["value"]) for turn in entries[i]["conversations"][:2])
+        question, answer = (turn.value for turn in entries[i][:2])
         prompt_len, answer_len = (len(tokenizer.encode(text)) for text in (question, answer))
         if 4 <= prompt_len <= 1024 and answer_len >= 4 and prompt_len + answer_len <= 2048:
             chosen.append((Turn(question, output_len or answer_len),))
@@ -148,13 +148,11 @@ def custom(
     order = rng.permutation(len(lines)) if shuffle else range(len(lines))
     chosen: list[Conversation] = []
     for i in order:
-        if "prompt" not in lines[i]:
-            raise DatasetError(f'--dataset-path: {path}:{i + 1} has no "prompt"')
-        prompt = str(lines[i]["prompt"])
+        prompt = lines[i].prompt
         if chat_template and tokenizer is not None and tokenizer.chat_template:
             asked = [{"role": "user", "content": prompt}]
             prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        chosen.append((Turn(prompt, output_len or lines[i].get("output_tokens")),))
+        chosen.append((Turn(prompt, output_len or lines[i].output_tokens),))
         if len(chosen) == num_prompts:
             break
     return _enough(chosen, num_prompts, path)
@@ -166,24 +164,40 @@ def _enough(chosen: Sequence[Conversation], num_prompts: int, path: Path) -> lis
     return [chosen[i % len(chosen)] for i in range(num_prompts)]
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
+class _Said(msgspec.Struct):
+    """A turn of ShareGPT's."""
+
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    """An entry of ShareGPT's."""
+
+    conversations: list[_Said] | None = None
+
+
+class _Prompt(msgspec.Struct):
+    """A line of a custom dataset."""
+
+    prompt: str
+    output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def _read_json(path: Path) -> list[_Conversation]:
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        return msgspec.json.decode(path.read_bytes(), type=list[_Conversation])
     except (OSError, ValueError) as error:
         raise DatasetError(f"--dataset-path: cannot read {path}: {error}") from None
-    if not isinstance(entries, list):
-        raise DatasetError(f"--dataset-path: {path} is not a list of conversations")
-    return entries
 
 
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[_Prompt]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DatasetError(f"--dataset-path: cannot read {path}: {error}") from None
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would also end one at a U+2028 within a text
         if line.strip():
             try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise DatasetError(f"--dataset-path: {path}:{number} is not JSON: {error}") from None
+                yield msgspec.json.decode(line, type=_Prompt)
+            except msgspec.DecodeError as error:
+                raise DatasetError(f"--dataset-path: {path}:{number}: {error}") from None

@@ -159,6 +159,36 @@ def parse_percentiles(text: str) -> list[float]:
     return values
 
 
+_LEAST = {
+    "seed": 0,
+    "num_warmups": 0,
+    "max_concurrency": 1,
+    "vocab_size": 2,
+    "input_len": 0,
+    "random_input_len": 0,
+    "random_prefix_len": 0,
+    "prefix_repetition_prefix_len": 0,
+    "prefix_repetition_suffix_len": 0,
+    "prefix_repetition_num_prefixes": 1,
+    "multi_turn_first_len": 0,
+    "multi_turn_turn_len": 0,
+}
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for a value that its flag cannot have. No request needs to be sent for that."""
+    if not (args.request_rate > 0 and args.burstiness > 0 and args.num_prompts > 0):
+        raise UsageError("--request-rate, --burstiness and --num-prompts must be greater than 0")
+    for name, least in _LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}")
+    if args.endpoint is not None and not args.endpoint.startswith("/"):
+        raise UsageError(f"--endpoint: {args.endpoint!r} is not a path such as /v1/completions")
+    if not isinstance(args.extra_body, dict | None):
+        raise UsageError('--extra-body is an object, such as {"top_k": 20}')
+
+
 def parse_goodput(items: Sequence[str]) -> dict[str, float]:
     """Return the limits, in milliseconds by metric, that `--goodput` sets. Raises `UsageError`."""
     limits_ms = {}
@@ -168,7 +198,7 @@ def parse_goodput(items: Sequence[str]) -> dict[str, float]:
             limits_ms[name] = float(limit)
         except ValueError:
             limits_ms[name] = -1.0
-        if name not in ("ttft", "tpot", "e2el") or limits_ms[name] < 0:
+        if name not in ("ttft", "tpot", "e2el") or not limits_ms[name] >= 0:
             raise UsageError(f"--goodput: {item!r} is not like ttft:500, tpot:50 or e2el:2000 (milliseconds)")
     return limits_ms
 

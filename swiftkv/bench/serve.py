@@ -36,6 +36,7 @@ from swiftkv.bench.datasets import Conversation, DatasetError, Prompt, Tokens
 from swiftkv.bench.options import (
     SAMPLING,
     UsageError,
+    check_options,
     make_parser,
     parse_goodput,
     parse_key_value,
@@ -64,12 +65,10 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     """Send the requests, print the table, save the JSON if told to, and return it."""
     metrics, percentiles = parse_metrics(args.percentile_metrics), parse_percentiles(args.metric_percentiles)
     goodput_ms = parse_goodput(args.goodput)
-    if not (args.request_rate > 0 and args.burstiness > 0 and args.num_prompts > 0):
-        raise UsageError("--request-rate, --burstiness and --num-prompts must be greater than 0")
-    if args.seed < 0:
-        raise UsageError("--seed must be at least 0")
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise UsageError("--max-concurrency must be at least 1")
+    metadata = dict(parse_key_value("--metadata", item) for item in args.metadata)
+    check_options(args)
+    if args.save_result or args.append_result:
+        _make_result_directory(args)
     async with _make_client() as client:
         target, place = await _find_target(client, args)
         conversations, tokenizer_id = load_conversations(args, place)
@@ -90,7 +89,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     for error in sorted({answer.error for answer in answers if answer.error})[:10]:
         print(f"failed: {error}", file=sys.stderr)
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
-    result = _settings(args, target, tokenizer_id, date) | figures
+    result = _settings(args, target, tokenizer_id, date) | metadata | figures
     if not args.save_detailed:
         result = {key: value for key, value in result.items() if key not in _PER_REQUEST}
     if args.save_result or args.append_result:
@@ -363,11 +362,18 @@ def _settings(args: argparse.Namespace, target: Target, tokenizer_id: str | None
         "model_id": target.model,
         "tokenizer_id": tokenizer_id,
         "num_prompts": args.num_prompts,
-        **dict(parse_key_value("--metadata", item) for item in args.metadata),
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
+
+
+def _make_result_directory(args: argparse.Namespace) -> None:
+    directory = Path(args.result_dir or ".")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--result-dir: {directory} cannot be made: {error.strerror}") from None
 
 
 def _save(result: dict[str, Any], args: argparse.Namespace, target: Target, date: str) -> None:
@@ -378,7 +384,6 @@ def _save(result: dict[str, Any], args: argparse.Namespace, target: Target, date
     )
     path = Path(args.result_dir or ".") / name
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
     except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ def read_trace(path: Path) -> list[Arrival]:
     """Read a trace, ordered by time. Raises `DatasetError` if it cannot be read or is empty."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            arrivals = list(_conversations(file) if path.suffix == ".jsonl" else _lengths(file))
+            arrivals = list(_conversations(file) if path.suffix.lower() in (".jsonl", ".json") else _lengths(file))
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, csv.Error) as error:
@@ -102,8 +103,15 @@ def spread_ties(arrivals: Sequence[Arrival], rng: np.random.Generator) -> list[A
 
 def _conversations(lines: Iterable[str]) -> Iterator[Arrival]:
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         with _mistakes_in_line(number):
             entry = msgspec.json.decode(line, type=_Conversation)
+            if len(entry.hash_ids) < math.ceil(entry.input_length / BLOCK_TOKENS):
+                raise ValueError(
+                    f"{len(entry.hash_ids)} hash_ids do not stand for input_length {entry.input_length}: there is one "
+                    f"for each {BLOCK_TOKENS} tokens"
+                )
         yield Arrival(entry.timestamp / 1000, entry.input_length, entry.output_length, tuple(entry.hash_ids))
 
 
@@ -113,10 +121,15 @@ def _lengths(lines: Iterable[str]) -> Iterator[Arrival]:
     for row in rows:
         with _mistakes_in_line(rows.line_num):
             entry = msgspec.convert(row, _Lengths, strict=False)
-            now = datetime.fromisoformat(entry.TIMESTAMP[:26])
+            now = _without_zone(entry.TIMESTAMP)
         start = start or now
         blocks = tuple(next(fresh) for _ in range(math.ceil(entry.ContextTokens / BLOCK_TOKENS)))
         yield Arrival((now - start).total_seconds(), entry.ContextTokens, entry.GeneratedTokens, blocks)
+
+
+def _without_zone(timestamp: str) -> datetime:
+    """Read a time whose seconds may have more digits than microseconds; its zone, if it has one, is UTC."""
+    return datetime.fromisoformat(re.sub(r"(\.\d{6})\d*", r"\1", timestamp)).replace(tzinfo=None)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from swiftkv.policies import SchedulingPolicy
 from swiftkv.server.sent_prefixes import Found, SentPrefixes
 
 _USUAL_ANSWER_TOKENS = 128.0  # until some have ended
+_MOST_ANSWER_TOKENS = 1e6  # a finite stand-in for an answer without a bound, so that sums stay exact
 _RECENT_ANSWERS = 32
 _RECENT_STEPS = 16
 _RECENT_ROWS = 64  # of answers in steps
@@ -58,6 +59,8 @@ class NewPrompt:
     due_s: float | None = None
     flow: int = 0
     flow_weight: float = 1.0
+    max_tokens: float = math.inf
+    """The most tokens that its answer may have; infinite if that is not known."""
 
     @property
     def num_left(self) -> int:
@@ -75,7 +78,7 @@ class Forecast:
         tpot_s: The least time for each further token: that of a step with the current answers and its own, divided by
             the tokens that an answer has lately got from a step.
         alone_tpot_s: `tpot_s` if no other answer went on.
-        answer_s: From the first token to the last of an answer of the usual length.
+        answer_s: From the first token to the last of an answer of the usual length, or of the most that it may have.
     """
 
     ttft_s: float
@@ -97,7 +100,7 @@ class Work:
 
 @dataclass(slots=True)
 class _AnswerInProgress:
-    """A sequence that has a token: how many tokens it attends to, holds alone, and has generated.
+    """A sequence that has a token: how many tokens it attends to, holds alone, may generate, and has generated.
 
     `step_tokens` of them came with the step that ended at `step_end_s`: several, if it has drafts.
     """
@@ -105,6 +108,7 @@ class _AnswerInProgress:
     context: int
     held: int
     priority: int
+    max_tokens: float
     num_tokens: int = 0
     step_tokens: int = 0
     step_end_s: float = -math.inf
@@ -112,10 +116,11 @@ class _AnswerInProgress:
 
 @dataclass(slots=True)
 class _Holding:
-    """The number of answers of one priority, and the tokens that they hold alone."""
+    """The number of answers of one priority, and the tokens that they hold alone, and that they may have at most."""
 
     num_answers: int = 0
     num_tokens: int = 0
+    max_tokens: float = 0.0
 
 
 class EngineForecast:
@@ -134,6 +139,7 @@ class EngineForecast:
         self._forecasts: dict[int, tuple[int, float, float]] = {}  # before its first token: tokens, forecast, arrival
         self._costs: tuple[float, ...] = ()  # seconds of each of STEP_TIME_TERMS; empty: not known
         self._queue = PromptQueue(self._limits.policy)  # sequences without a token
+        self._max_tokens: dict[int, float] = {}  # of their answers
         self._answers: dict[int, _AnswerInProgress] = {}
         self._holding: dict[int, _Holding] = {}  # by priority
         self._context = 0
@@ -158,6 +164,7 @@ class EngineForecast:
         if forecast_s is not None:
             self._forecasts[request_id] = prompt.num_left, forecast_s, now_s
         self._queue.add(request_id, self._queued(prompt, now_s))
+        self._max_tokens[request_id] = min(prompt.max_tokens, _MOST_ANSWER_TOKENS)
 
     def admitted(self, request_id: int, num_cached: int, now_s: float) -> None:
         """Note that the engine has begun a sequence, and how many of its tokens were cached."""
@@ -183,7 +190,8 @@ class EngineForecast:
             assert queued is not None, "a sequence comes before its token"
             self._advance(now_s)
             self._queue.remove(request_id)
-            answer = _AnswerInProgress(int(queued.num_tokens), int(queued.num_left), queued.priority)
+            max_tokens = self._max_tokens.pop(request_id)
+            answer = _AnswerInProgress(int(queued.num_tokens), int(queued.num_left), queued.priority, max_tokens)
             self._add_answer(request_id, answer)
             if request_id in self._forecasts:
                 num_left, forecast_s, arrived_s = self._forecasts.pop(request_id)
@@ -213,6 +221,7 @@ class EngineForecast:
         else:
             self._advance(now_s)
             self._queue.remove(request_id)
+            self._max_tokens.pop(request_id, None)
 
     def _add_answer(self, request_id: int, answer: _AnswerInProgress) -> None:
         self._answers[request_id] = answer
@@ -220,6 +229,7 @@ class EngineForecast:
         holding = self._holding.setdefault(answer.priority, _Holding())
         holding.num_answers += 1
         holding.num_tokens += answer.held
+        holding.max_tokens += answer.max_tokens
 
     def _remove_answer(self, request_id: int) -> _AnswerInProgress | None:
         answer = self._answers.pop(request_id, None)
@@ -228,6 +238,7 @@ class EngineForecast:
             holding = self._holding[answer.priority]
             holding.num_answers -= 1
             holding.num_tokens -= answer.held
+            holding.max_tokens -= answer.max_tokens
             if not holding.num_answers:
                 del self._holding[answer.priority]
         return answer
@@ -266,7 +277,8 @@ class EngineForecast:
         alone_tpot_s = self._step_s_of(1, prompt.num_tokens) / self._tokens_a_step
         ttft_s = max(queued_s, room_s + alone_s, _LEAST_TTFT_S)
         hopeful_s = ttft_s * self._errors.allowance(prompt.num_left, ttft_s)
-        return Forecast(ttft_s, hopeful_s, alone_s, tpot_s, alone_tpot_s, self._answer_tokens * tpot_s)
+        answer_s = min(self._answer_tokens, prompt.max_tokens) * tpot_s
+        return Forecast(ttft_s, hopeful_s, alone_s, tpot_s, alone_tpot_s, answer_s)
 
     def _queued(self, prompt: NewPrompt, now_s: float) -> QueuedPrompt:
         due_s = self._limits.due_s if prompt.due_s is None else prompt.due_s
@@ -342,7 +354,8 @@ class EngineForecast:
         if num_ends <= 0:
             return 0.0
         part = math.ceil(num_ends) / num_answers
-        return part * self._answer_tokens * max(self._step_s, self._decodes_s()) / self._tokens_a_step
+        answer_tokens = min(self._answer_tokens, sum(holding.max_tokens for holding in staying) / num_answers)
+        return part * answer_tokens * max(self._step_s, self._decodes_s()) / self._tokens_a_step
 
 
 def _num_left(num_tokens: int, num_cached: int) -> int:

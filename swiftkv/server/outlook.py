@@ -206,4 +206,5 @@ def _new_prompt(message: AddRequest, found: Found) -> NewPrompt:
     if message.sampling.prompt_logprobs is not None:  # all of it is computed
         found = Found()
     standing = (message.priority, message.target_ttft_s, message.flow, message.flow_weight)
-    return NewPrompt(len(message.prompt) // 4, found.num_cached, found.num_coming, *standing)
+    max_tokens = message.sampling.max_tokens
+    return NewPrompt(len(message.prompt) // 4, found.num_cached, found.num_coming, *standing, max_tokens=max_tokens)

@@ -38,12 +38,16 @@ class Targets:
 def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     """Return the figures of one model; times in seconds. Raises `ValueError` if no request was served."""
     if not len(outcome.arrival_s):
-        raise ValueError("no request of the trace fits the model: raise max_model_len")
+        raise ValueError(
+            "no request of the trace fits the model and has an answer: raise max_model_len, or look at the lengths"
+        )
     num_given_up = int(np.isnan(outcome.end_s).sum())
     outcome = outcome.served()
     if not len(outcome.arrival_s):
         raise ValueError("every request waits for memory that no model lends: raise lending.budget or kv_cache.memory")
     elapsed_s = float(outcome.end_s.max() - outcome.arrival_s.min())
+    if not elapsed_s:
+        raise ValueError("no step takes any time: name step times that a node has measured")
     met, tokens = targets.met(outcome), outcome.input_tokens + outcome.output_tokens
     return {
         "requests": len(outcome.arrival_s),

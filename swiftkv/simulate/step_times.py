@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from swiftkv._core import StepTime
-from swiftkv.admin_client import no_answer_errors, why_no_answer
+from swiftkv.admin_client import DEFAULT_ADMIN_KEY_ENV, admin_key, no_answer_errors, why_no_answer
 from swiftkv.engine.messages import STEP_TIME_TERMS, TOKEN_POINTS
 from swiftkv.errors import ConfigError
 
@@ -76,8 +77,14 @@ def _ratio_of(tokens: str) -> str:
 
 def _of_node(url: str) -> dict[str, dict[str, float]]:
     try:
-        text = httpx.get(f"{url.rstrip('/')}/metrics", timeout=10).raise_for_status().text
+        key = admin_key(url, DEFAULT_ADMIN_KEY_ENV)  # for a node with protect_metrics
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        text = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=10).raise_for_status().text
         return parse_step_times(text)
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        remedy = f"export {DEFAULT_ADMIN_KEY_ENV}=... with its admin key" if code == 401 else "name the URL of a node"
+        raise ConfigError(f"--step-time: {url}/metrics answers with status {code}; {remedy}") from None
     except no_answer_errors(ValueError) as error:
         remedy = "name the URL of one that has served for a while, or a file that --save-step-time wrote"
         raise ConfigError(f"--step-time: {why_no_answer(url, error, remedy)}") from None
@@ -96,17 +103,31 @@ def parse_step_times(metrics_text: str) -> dict[str, dict[str, float]]:
                 known.setdefault(sample.labels["model_name"], {})[_ratio_of(sample.labels["tokens"])] = sample.value
     for family in families:
         if term := _GATEWAY_METRICS.get(family.name):
-            for model, mean_s in _means(family.samples).items():
-                known.get(model, {})[term] = mean_s
+            for model, usual_s in _usual(family.samples).items():
+                known.get(model, {})[term] = usual_s
     return known
 
 
-def _means(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the mean of each model's histogram that is not empty."""
+def _usual(samples: Iterable[Sample]) -> dict[str, float]:
+    """Return the usual time of each model's histogram that is not empty: the mean, unless bursts have raised it.
+
+    Requests that come all at once wait for the gateway, perhaps seconds. So the mean counts up to twice the time within
+    which a quarter of the requests were ready.
+    """
     sums: dict[str, dict[str, float]] = {}
+    counts: dict[str, list[tuple[float, float]]] = {}  # by model: bounds in seconds, and how many were within
     for sample in samples:
-        sums.setdefault(sample.labels["model_name"], {})[sample.name.rpartition("_")[2]] = sample.value
-    return {model: of["sum"] / of["count"] for model, of in sums.items() if of["count"]}
+        model, kind = sample.labels["model_name"], sample.name.rpartition("_")[2]
+        if kind == "bucket":
+            counts.setdefault(model, []).append((float(sample.labels["le"]), sample.value))
+        else:
+            sums.setdefault(model, {})[kind] = sample.value
+    usual = {}
+    for model, of in sums.items():
+        if of["count"]:
+            within_s = next((bound for bound, count in counts.get(model, []) if count >= of["count"] / 4), math.inf)
+            usual[model] = min(of["sum"] / of["count"], 2 * within_s)
+    return usual
 
 
 def _of_file(path: Path) -> dict[str, dict[str, float]]:

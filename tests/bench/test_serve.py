@@ -243,6 +243,15 @@ def test_refused_requests_are_counted(server: Server, capsys: pytest.CaptureFixt
         ("--metric-percentiles 101", "--metric-percentiles: '101'"),
         ("--request-rate 0", "--request-rate.* greater than 0"),
         ("--max-concurrency 0", "--max-concurrency"),
+        ("--num-warmups -3", "--num-warmups must be at least 0"),
+        ("--random-input-len -5", "--random-input-len must be at least 0"),
+        ("--random-prefix-len -1", "--random-prefix-len must be at least 0"),
+        ("--skip-tokenizer-init --vocab-size 0", "--vocab-size must be at least 2"),
+        ("--extra-body [1]", "--extra-body is an object"),
+        ("--endpoint foo", "--endpoint: 'foo' is not a path"),
+        ("--goodput ttft:nan", "--goodput: 'ttft:nan'"),
+        ("--metadata foo --save-result", "--metadata: 'foo' is not KEY=VALUE"),
+        ("--save-result --result-dir /proc/x", "--result-dir: /proc/x cannot be made"),
         ("--random-range-ratio 1.5", "--random-range-ratio: 1.5"),
         ("--dataset-name custom", "--dataset-path"),
         ("--dataset-name custom --dataset-path /nowhere.jsonl", "cannot read /nowhere.jsonl"),
@@ -256,6 +265,32 @@ def test_mistakes_are_one_line(server: Server, capsys: pytest.CaptureFixture[str
     assert len(lines) == 1
     assert re.search(message, lines[0]), lines[0]
     assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("custom", "5\n", ":1: Expected `object`, got `int`"),
+        ("custom", '{"prompt": "a"}\n\n{"text": "b"}\n', ":3: Object missing required field `prompt`"),
+        ("sharegpt", '["a"]', "Expected `object`, got `str`"),
+        ("sharegpt", '[{"conversations": [{"value": "a"}, {}]}]', "missing required field `value`"),
+        ("sharegpt", '[{"conversations": "a"}]', "Expected `array | null`, got `str`"),
+    ],
+)
+def test_a_dataset_of_another_shape_is_one_line(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, why: str
+) -> None:
+    (tmp_path / "data").write_text(text)
+    flags = ["--dataset-name", name, "--dataset-path", str(tmp_path / "data"), "--num-prompts", "1"]
+    assert bench(server, *flags) == 2
+    assert why in capsys.readouterr().err
+    assert not server.bodies
+
+
+def test_a_line_of_a_dataset_ends_only_at_a_line_feed(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
+    flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "data"), "--num-prompts", "1"]
+    assert bench(server, *flags, "--output-len", "1") == 0
 
 
 def test_the_help_tells_every_default() -> None:

@@ -36,6 +36,19 @@ def test_what_an_engine_has_learnt_comes_through_its_metrics(tmp_path: Path) -> 
     assert own.predict(work_of(16)) != StepTime(COSTS).predict(work_of(16))
 
 
+def test_a_burst_is_not_what_the_gateway_usually_takes() -> None:
+    metrics = GatewayMetrics()
+    of_model = metrics.for_model("m")
+    of_model.observe_engine(EngineStats(*[0] * 12, usual_step_time_s=COSTS, usual_token_ratios=RATIOS))
+    for _ in range(10):
+        of_model.observe_handed_over(0.003)
+    usual = parse_step_times(b"".join(metrics.render()).decode())["m"]["gateway_request"]
+    assert usual == pytest.approx(0.003)
+    for _ in range(20):
+        of_model.observe_handed_over(5.0)
+    assert parse_step_times(b"".join(metrics.render()).decode())["m"]["gateway_request"] < 4 * usual
+
+
 def test_a_file_without_ratios_is_a_line() -> None:
     terms = dict(zip(STEP_TIME_TERMS, COSTS, strict=True))
     read = make_step_time("known", {"known": terms})

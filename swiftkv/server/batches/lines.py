@@ -59,7 +59,7 @@ def check_line(
     none.
     """
     try:
-        line = msgspec.json.decode(text, type=_Line)
+        line = msgspec.json.decode(text.decode(), type=_Line)  # of bytes, what is not looked at would not be checked
         body = msgspec.json.decode(line.body, type=_Body)
         custom_id, asked = line.custom_id.encode().decode(), (body.model or "").encode().decode()
     except msgspec.ValidationError as error:

@@ -70,8 +70,16 @@ async def receive_upload(request: Request, storage: Storage) -> StoredFile:
 def _refuse_other_origins(request: Request) -> None:
     """Raise `ApiError` 403 for a form from a web page of another site: a browser sends it without asking us first."""
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    if origin is not None and _place_of(origin) != request.headers.get("host"):
         raise ApiError(403, "uploads from web pages of other sites are not accepted", code="origin_not_allowed")
+
+
+def _place_of(origin: str) -> str | None:
+    """Return the host and port of an origin; `None` if it is no URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _boundary(content_type: str) -> bytes:
