@@ -332,7 +332,7 @@ class KvCache {
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
-        std::vector<BlockId> missing = {};         // targets of moves whose source was lost meanwhile
+        std::vector<BlockId> missing = {};         // ascending: targets of moves whose source was lost meanwhile
         std::vector<int> num_gone = {};            // scratch of releases_needed(), by block: 0 before and after it
     };
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);

@@ -82,6 +82,7 @@ void KvCache::lose_link(LinkOfGroup lost) noexcept {
         if (pool.is_lost(copy.borrowed)) missing.push_back(copy.local);
     for (const BlockMove& move : groups_[g].moves_across)
         if (pool.is_lost(move.from)) missing.push_back(move.to);
+    std::sort(missing.begin(), missing.end());
     for (BlockId block : missing)
         if (pool.node(block) != kNone) evict(g, block);
 }
@@ -188,7 +189,7 @@ void KvCache::forget_idle_moves() {
 
 bool KvCache::is_lost(int g, BlockId block) const {
     const std::vector<BlockId>& missing = groups_[g].missing;
-    return groups_[g].pool.is_lost(block) || std::find(missing.begin(), missing.end(), block) != missing.end();
+    return groups_[g].pool.is_lost(block) || std::binary_search(missing.begin(), missing.end(), block);
 }
 
 bool KvCache::holds_lost(const BlockTable& table) const {

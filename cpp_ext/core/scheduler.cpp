@@ -319,6 +319,7 @@ void Scheduler::end(Request& r) {
 
 // Makes the request's rows in the steps in progress no longer count.
 void Scheduler::leave_steps(const Request& r, bool is_dropped) {
+    if (r.num_scheduled == 0) return;  // it has no rows
     for (Step& step : open_) {
         for (StepRow& row : step.rows) {
             if (row.request != &r) continue;

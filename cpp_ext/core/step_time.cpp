@@ -15,7 +15,8 @@ constexpr int kStepsPerFit = 16;    // except for the first kFirstSteps, each of
 constexpr int kFirstSteps = 64;
 constexpr int kErrorWindow = 200;   // predictions
 constexpr double kInterrupted = 2;  // a step that took more times as long as expected was held up by something else
-constexpr double kPaceStep = 0.25;  // the weight of the latest step in the pace
+constexpr double kShortestStepS = 1e-9;  // one that seems shorter was not measured
+constexpr double kPaceStep = 0.25;       // the weight of the latest step in the pace
 constexpr double kNeighbour = 1.0 / 32;  // the weight of a step half a doubling of tokens away
 
 using Terms = StepTerms;
@@ -224,7 +225,7 @@ StepTime StepTime::remembered(const Terms& coefficients) {
 }
 
 void StepTime::observe(const StepWork& work, double duration_s) {
-    if (duration_s <= 0) return;
+    if (!(duration_s >= kShortestStepS && std::isfinite(duration_s))) return;
     double expected_s = duration_s;
     if (is_known()) {
         note_error(predict(work), duration_s);

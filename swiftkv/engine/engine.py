@@ -101,6 +101,7 @@ MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
+_STARVED_INTERVAL_S = 0.05
 _IDLE_POLL_MS = 1000  # each poll shows the supervisor that an idle engine lives
 
 
@@ -165,6 +166,7 @@ class Engine:
         self._weights = EngineWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
+        self._starved_due_s = 0.0  # monotonic: when to look for requests that have waited too long for lenders
         self._woken_s = 0.0  # monotonic: when the engine last ended its rest
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._tracer = StepTracer(self._lending.leased_bytes)
@@ -333,8 +335,9 @@ class Engine:
         Without lending a request that cannot fit is refused on arrival.
         """
         lending = self._config.lending
-        if lending is None:
+        if lending is None or now_s < self._starved_due_s:
             return
+        self._starved_due_s = now_s + _STARVED_INTERVAL_S  # it looks at every request that waits
         starved = self._scheduler.starved(now_s, lending.max_wait_s)
         if not starved:
             return

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,7 +103,7 @@ class Loader:
         self._stored = stored
         self._reach = reach
         self._on_done = on_done
-        self._todo: deque[Search | Load] = deque()
+        self._todo: OrderedDict[Search | Load, None] = OrderedDict()  # thousands may be withdrawn at once
         self._done: deque[Search | PartRead] = deque()
         self.hung_from_s = math.inf
         """The time, on the monotonic clock, from which the call in progress counts as hung."""
@@ -113,7 +112,7 @@ class Loader:
 
     def submit(self, job: Search | Load) -> None:
         with self._thread.changed:
-            self._todo.append(job)
+            self._todo[job] = None
             self._thread.changed.notify()
 
     def withdraw(self, job: Search | Load) -> Sequence[Target]:
@@ -123,8 +122,7 @@ class Loader:
         """
         with self._thread.changed:
             job.is_cancelled = True
-            with suppress(ValueError):  # the thread is working on it, or has finished it
-                self._todo.remove(job)
+            self._todo.pop(job, None)  # it is not there if the thread is working on it, or has finished it
             return job.take_rest() if isinstance(job, Load) else ()
 
     @property
@@ -157,7 +155,7 @@ class Loader:
                 self.hung_from_s = math.inf
                 self._done.append(done)
                 if isinstance(done, PartRead) and not (done.is_last or done.load.is_cancelled):
-                    self._todo.append(done.load)
+                    self._todo[done.load] = None
             self._on_done()
 
     def _next(self) -> Search | Load | None:
@@ -167,7 +165,7 @@ class Loader:
             thread.changed.wait_for(lambda: thread.is_closing or bool(self._todo))
             if not self._todo:
                 return None
-            job = self._todo.popleft()
+            job, _ = self._todo.popitem(last=False)
             job.is_cancelled |= thread.is_closing
             self.hung_from_s = max(time.monotonic(), job.deadline_s) + HUNG_S
             return job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from swiftkv.tier.stored_blocks import BlockName
 
 _LONGEST_WAIT_S = 60.0
 """The time after which even `wait_complete` computes."""
+
+_TRIES_IN_VAIN = 2
 
 
 _WHY_LESS: dict[Status | None, LoadStop] = {
@@ -101,6 +103,7 @@ class Loads:
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, ExpectedHits] = {}  # by request
+        self._turn = 0  # of those for whose loads there is no room
         self._reading_bytes = 0  # all bytes of loads that have not ended
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than storage had
         self.failures: Counter[Status] = Counter()
@@ -158,12 +161,27 @@ class Loads:
                 self.num_late += wait.load is not None
                 self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
-            elif wait.computes_front:
-                if self._is_passed(wait):
-                    self.num_late += wait.request_id in self._expected  # it reached its back before storage did
-                    self._give_up(wait)
-            elif wait.stretch is not None and wait.load is None:  # there was no room
-                self._begin(wait)
+            elif wait.computes_front and self._is_passed(wait):
+                self.num_late += wait.request_id in self._expected  # it reached its back before storage did
+                self._give_up(wait)
+        self._try_again()
+
+    def _try_again(self) -> None:
+        """Begin loads for which there was no room.
+
+        Each try looks at a whole prompt, and thousands may wait. So a round makes two in vain at most: that of the
+        request that has waited longest, and that of another one in turn.
+        """
+        blocked = [wait for wait in self._waits.values() if wait.stretch is not None and wait.load is None]
+        others = deque(blocked[1:])
+        others.rotate(-self._turn)
+        num_in_vain = 0
+        for wait in [*blocked[:1], *others]:
+            self._begin(wait)
+            num_in_vain += wait.load is None and wait.request_id in self._waits
+            if num_in_vain == _TRIES_IN_VAIN:
+                self._turn += 1
+                return
 
     def forget(self, request_id: int) -> None:
         """Note that a request has ended."""
