@@ -94,6 +94,21 @@ def test_a_row_that_cannot_be_is_named(tmp_path: Path, row: str, why: str) -> No
         read_trace(path)
 
 
+def test_lines_may_be_blank_and_ids_stand_for_the_whole_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "a.JSONL"
+    path.write_text(f"\n{MOONCAKE}\n")
+    assert len(read_trace(path)) == 2
+    path.write_text(MOONCAKE.replace("600", "3000"))
+    with pytest.raises(DatasetError, match="line 1: 2 hash_ids do not stand for input_length 3000"):
+        read_trace(path)
+
+
+def test_times_may_have_a_zone_and_any_number_of_digits(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(AZURE.replace("05.4799600", "05+00:00").replace("03.9799600", "03.9799600+00:00"))
+    assert [arrival.time_s for arrival in read_trace(path)] == [0.0, pytest.approx(1.02004)]
+
+
 def test_requests_of_one_instant_are_spread_until_the_next() -> None:
     arrivals = [Arrival(time_s, index, 1, ()) for index, time_s in enumerate([0.0, 0.0, 0.0, 3.0, 6.0, 6.0])]
     spread = spread_ties(arrivals, np.random.default_rng(1))

@@ -177,6 +177,7 @@ def changed(**fields: Any) -> bytes:
         (GOOD + b'"a"', "invalid_request", 2, "Expected `object`"),
         (GOOD + b'{"custom_id": "b", "method": "POST", "url": "", "body": ' + b"[" * 5000, "invalid_json_line", 2, ""),
         (GOOD + b'{"custom_id": "\\ud800", "method": "POST", "url": "", "body": {}}', "invalid_json_line", 2, ""),
+        (changed(body={"prompt": "ä"}).decode("unicode_escape").encode("latin1"), "invalid_json_line", 2, "utf-8"),
         (GOOD + GOOD, "duplicate_custom_id", 2, "'0' is used by another line"),
         (changed(custom_id=7), "invalid_request", 2, "custom_id"),
         (changed(custom_id=""), "invalid_custom_id", 2, "1 to 1024 characters"),
@@ -480,8 +481,9 @@ def test_what_is_no_form_is_refused(gateway: Gateway) -> None:
 def test_web_pages_of_other_sites_cannot_leave_files_here(gateway: Gateway) -> None:
     with gateway.http() as http:
         form: Any = {"files": {"file": b"{}"}, "data": {"purpose": "batch"}}
-        refused = http.post("/v1/files", headers={"Origin": "http://elsewhere.example"}, **form)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+        for origin in ("http://elsewhere.example", "http://["):
+            refused = http.post("/v1/files", headers={"Origin": origin}, **form)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
         assert http.post("/v1/files", headers={"Origin": gateway.url}, **form).status_code == 200
 
 

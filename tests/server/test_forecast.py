@@ -53,6 +53,22 @@ def test_first_come_first_served_waits_for_all_before() -> None:
     assert ttft_s(of, NewPrompt(100)) == pytest.approx(4.196 + 3 * STEP_S)
 
 
+def test_answers_end_with_the_most_tokens_that_they_may_have() -> None:
+    of = forecast(max_num_seqs=2)
+    for request_id in (1, 2):
+        of.add(request_id, NewPrompt(10, max_tokens=4), 0.0)
+        of.token(request_id, 1.0)
+    short_s = ttft_s(of, NewPrompt(10), 1.0)
+    for request_id in (1, 2):
+        of.end(request_id, 1.0)
+        of.add(request_id, NewPrompt(10), 1.0)
+        of.token(request_id, 2.0)
+    assert short_s < 0.2 * ttft_s(of, NewPrompt(10), 2.0)
+    found = of.of(NewPrompt(10, max_tokens=4), 2.0)
+    assert found is not None
+    assert found.answer_s == pytest.approx(4 * found.tpot_s)
+
+
 def test_prompts_that_share_a_step_have_their_tokens_at_its_end() -> None:
     of = forecast("spf")
     of.add(1, NewPrompt(1500), 0.0)

@@ -86,6 +86,20 @@ def test_alone_is_together_with_nobody(directory: Path) -> None:
     assert {key: together[key] for key in by_itself} == by_itself
 
 
+def test_traces_may_begin_at_any_time(directory: Path, tmp_path: Path) -> None:
+    """In 1970, for example; the models' clock starts with the first request of all."""
+    expected = simulated(directory, options(directory, "chat", "code"))
+    traces = []
+    for name in ("chat", "code"):
+        lines = [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+        later = [json.dumps({**line, "timestamp": line["timestamp"] + 1_700_000_000_000}) for line in lines]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(later))
+        traces.append(f"{name}={tmp_path / name}.jsonl")
+    found = simulated(directory, replace(options(directory), traces=tuple(traces)))
+    assert found["chat"]["steps"] == expected["chat"]["steps"]
+    assert found["chat"]["ttft_s"]["mean"] == pytest.approx(expected["chat"]["ttft_s"]["mean"], rel=1e-3)
+
+
 def test_shares_of_the_file_are_kept(directory: Path) -> None:
     one_core = replace(options(directory, "chat", "code"), cores=1, rate=4.0)
     found = simulated(directory, one_core, compute=", compute: {max_share: 50%}", lending=False)
