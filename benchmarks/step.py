@@ -49,6 +49,9 @@ class ZeroModel:
     def forward(self, plan: StepPlan) -> torch.Tensor:
         return ModelInput.from_plan(plan).token_ids
 
+    def check_files(self) -> None:
+        """Do nothing: there are no files."""
+
     def fence(self) -> Fence:
         return Fence(self.device)
 

@@ -36,6 +36,8 @@ _KEY_BYTES, _HASH_BYTES = 32, 8
 _MAX_SALTS = 1 << 16
 _END = (-1).to_bytes(8, "big", signed=True)
 _CLOSE_PATIENCE_S = 1.0
+_MAX_RECEIVED_BYTES = 1024  # of a message: a subscription, or the request of a replay
+_MAX_UNREAD = 64  # messages of one connection
 
 Event = dict[str, Any]  # as subscribers get it, "type" first, in vLLM's order of fields
 
@@ -282,6 +284,9 @@ def _bind(context: zmq.Context[Any], kind: int, endpoint: str, hwm: int, key: st
     opened: zmq.Socket[bytes] = context.socket(kind)
     opened.set_hwm(hwm)
     opened.setsockopt(zmq.LINGER, 0)
+    # Whoever reaches the port may subscribe, and ZeroMQ keeps what it is sent: only a little, and little of it unread.
+    opened.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
+    opened.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
     try:
         opened.bind(endpoint)
     except zmq.ZMQError as error:

@@ -55,7 +55,8 @@ LogitBias = Annotated[
     BeforeValidator(AtMost(LIMITS.logit_bias)),
 ]
 Metadata = Annotated[dict[Label, Label], Field(max_length=LIMITS.metadata), BeforeValidator(AtMost(LIMITS.metadata))]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00]+$")]
+"""A client's salt. A NUL ends what the node itself writes into a salt, for its tenants."""
 CacheRetention = Literal["in_memory", "24h"]
 RETENTION = "With `24h` and storage the prompt is stored when the request ends, even if `write_policy` would wait"
 

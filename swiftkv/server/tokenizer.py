@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from swiftkv.server.templates import TemplateSource
 from swiftkv.server.templating import Templating
 from swiftkv.server.truncation import Truncation
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text needs no threads, which each model has already
 _SHOWN_CHARS = 512  # the most of an error, which may quote a message
 # A code point that stands for no character, and so occurs in no special token.
 _MARK = "\ufdd0"
@@ -303,11 +305,12 @@ class Tokenizer:
 
     @staticmethod
     def _ids(backend: Backend, text: str, add_special_tokens: bool, cut: Truncation | None = None) -> list[int]:
+        # Unlike `encode`, `encode_batch` lets other threads run while it encodes a text, which may take seconds.
         if cut is None:
-            ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
             return ids
         num_added = backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding = backend.encode(text, add_special_tokens=False)
+        [encoding] = backend.encode_batch([text], add_special_tokens=False)
         encoding.truncate(max(0, cut.max_tokens - num_added), direction=cut.side)
         return cut.cut((backend.post_process(encoding) if add_special_tokens else encoding).ids)
 

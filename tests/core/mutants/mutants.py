@@ -338,8 +338,8 @@ MUTANTS = [
     one(
         "who has passed its back is not noticed",
         LOADS,
-        "                if self._is_passed(wait):",
-        "                if False:",
+        "            elif wait.computes_front and self._is_passed(wait):",
+        "            elif False:",
     ),
     # The block pool.
     one("a block that a step still uses is free", POOL, "if (records_[block].busy_until > 0) {", "if (false) {"),
@@ -1167,15 +1167,15 @@ MUTANTS = [
         "        self._end(not_begun, is_loaded=False)\n",
         "",
     ),
-    one("a load that is given up has its turn", LOADER, "self._todo.remove(job)", "pass"),
+    one("a load that is given up has its turn", LOADER, "self._todo.pop(job, None)", "pass"),
     one("a block lands while a step may use its place", LOADER, "load.handed_out.wait()", "pass"),
     one("more lands than was read", LOADER, "spans[: _num_read(read)]", "spans"),
     one("more is read than there is page-locked memory", LOADER, "num_bytes > self._reach.max_read_bytes", "False"),
     one(
         "a load is told before its bytes are in the pool",
         REACH,
-        "for pool, slot in zip(self.pools, slots, strict=True)\n        ).wait()",
-        "for pool, slot in zip(self.pools, slots, strict=True)\n        )",
+        "for pool, part in zip(self.pools, parts, strict=True)\n        ).wait()",
+        "for pool, part in zip(self.pools, parts, strict=True)\n        )",
     ),
     one(
         "a block is let go of before it is copied",
