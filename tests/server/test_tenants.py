@@ -93,11 +93,17 @@ def test_priority_is_for_those_who_may_go_before_others(tenants_gateway: Gateway
     ("alice", "alice", True), ("alice", "dave", False), ("dave", "carol", False), ("bob", "carol", True),
 ])  # fmt: skip
 def test_who_finds_whose_prompts_in_the_cache(tenants_gateway: Gateway, first: str, then: str, is_shared: bool) -> None:
-    for salt in (None, "a", "tenant alice\0"):
+    for salt in (None, "a", "tenant alice"):
         prompt = f"{first} {then} {salt} {LONG}"
         post(tenants_gateway, first, prompt=prompt, cache_salt=salt)
         usage = post(tenants_gateway, then, prompt=prompt, cache_salt=salt).json()["usage"]
         assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) is is_shared
+
+
+def test_no_salt_has_a_nul(tenants_gateway: Gateway) -> None:
+    """It ends the part that the node writes, also in storage that a node without tenants uses, too."""
+    refused = post(tenants_gateway, "alice", prompt=LONG, cache_salt="tenant dave\0")
+    assert (refused.status_code, "cache_salt" in refused.text) == (400, True)
 
 
 def test_no_salt_leads_to_another_tenant() -> None:
