@@ -190,7 +190,14 @@ class AttachableTier(Tier):
         elif (error := self._use(opening.result)) is not None or opening.result is None:
             self._try_later(opening.error or error)
         if not isinstance(self._tier, StorageTier) and spec.host_fd is not None:
-            self._tier = self._tier_of(self._opener(msgspec.structs.replace(spec, backend=None))())
+            self._use_host_memory(msgspec.structs.replace(spec, backend=None))
+
+    def _use_host_memory(self, spec: TierSpec) -> None:
+        """Use host memory alone until storage is open, or neither if that fails, too."""
+        try:
+            self._tier = self._tier_of(self._opener(spec)())
+        except _FAILURES as error:
+            logger.warning("host memory cannot be used before storage is open: %s", error)
 
     def _use(self, opened: OpenStorage | None) -> Exception | None:
         """Use storage if it was opened, beside host memory that is used already. Return the error if that fails."""
