@@ -67,10 +67,10 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     goodput_ms = parse_goodput(args.goodput)
     metadata = dict(parse_key_value("--metadata", item) for item in args.metadata)
     check_options(args)
-    if args.save_result or args.append_result:
-        _make_result_directory(args)
     async with _make_client() as client:
         target, place = await _find_target(client, args)
+        if args.save_result or args.append_result:
+            _make_directory(_result_path(args, target, "now").parent)
         conversations, tokenizer_id = load_conversations(args, place)
         await _wait_until_ready(client, target, conversations[0], args.ready_check_timeout_sec)
         for _ in range(args.num_warmups):
@@ -368,21 +368,24 @@ def _settings(args: argparse.Namespace, target: Target, tokenizer_id: str | None
     }
 
 
-def _make_result_directory(args: argparse.Namespace) -> None:
-    directory = Path(args.result_dir or ".")
+def _make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--result-dir: {directory} cannot be made: {error.strerror}") from None
 
 
-def _save(result: dict[str, Any], args: argparse.Namespace, target: Target, date: str) -> None:
+def _result_path(args: argparse.Namespace, target: Target, date: str) -> Path:
     concurrency = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
     model = target.model.split("/")[-1]
     name = (
         args.result_filename or f"{args.label or args.backend}-{args.request_rate}qps{concurrency}-{model}-{date}.json"
     )
-    path = Path(args.result_dir or ".") / name
+    return Path(args.result_dir or ".") / name
+
+
+def _save(result: dict[str, Any], args: argparse.Namespace, target: Target, date: str) -> None:
+    path = _result_path(args, target, date)
     try:
         with path.open("a" if args.append_result else "w", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")

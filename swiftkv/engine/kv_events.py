@@ -284,7 +284,7 @@ def _bind(context: zmq.Context[Any], kind: int, endpoint: str, hwm: int, key: st
     opened: zmq.Socket[bytes] = context.socket(kind)
     opened.set_hwm(hwm)
     opened.setsockopt(zmq.LINGER, 0)
-    # Whoever reaches the port may subscribe, and ZeroMQ keeps what it is sent: only a little, and little of it unread.
+    # Anybody who reaches the port may subscribe, and ZeroMQ keeps all that it receives. These bounds keep that small.
     opened.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
     opened.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
     try:

@@ -114,7 +114,7 @@ def _each_alone(
     options: Options,
     known: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    arrivals = _from_zero({"": _arrivals(Path(options.traces[0]), options)})[""]
+    [arrivals] = _from_zero([_arrivals(Path(options.traces[0]), options)])
     outcomes: dict[str, Outcome] = {}
     for model, plan in _chosen(config, plans, models):
         print(f"{plan.name}: {len(arrivals):,} requests …", file=sys.stderr)
@@ -140,7 +140,7 @@ def _all_together(
 ) -> dict[str, Any]:
     specs = _lending_specs(config, plans)
     models = []
-    arrivals_of = _from_zero({name: _arrivals(trace, options) for name, trace in traces.items()})
+    arrivals_of = dict(zip(traces, _from_zero([_arrivals(trace, options) for trace in traces.values()]), strict=True))
     for model, plan in _chosen(config, plans, []):
         arrivals = arrivals_of.get(plan.name, [])
         print(f"{plan.name}: {len(arrivals):,} requests", file=sys.stderr)
@@ -275,10 +275,7 @@ def _arrivals(trace: Path, options: Options) -> list[Arrival]:
     return [replace(arrival, time_s=arrival.time_s / options.rate) for arrival in arrivals[: options.requests]]
 
 
-def _from_zero(traces: dict[str, list[Arrival]]) -> dict[str, list[Arrival]]:
+def _from_zero(traces: Sequence[list[Arrival]]) -> list[list[Arrival]]:
     """Count time from the first request of all traces: they may begin in 1970."""
-    start_s = min((arrivals[0].time_s for arrivals in traces.values() if arrivals), default=0.0)
-    return {
-        name: [replace(arrival, time_s=arrival.time_s - start_s) for arrival in arrivals]
-        for name, arrivals in traces.items()
-    }
+    start_s = min((arrivals[0].time_s for arrivals in traces if arrivals), default=0.0)
+    return [[replace(arrival, time_s=arrival.time_s - start_s) for arrival in arrivals] for arrivals in traces]

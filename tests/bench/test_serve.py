@@ -287,6 +287,12 @@ def test_a_dataset_of_another_shape_is_one_line(
     assert not server.bodies
 
 
+def test_directories_of_a_result_are_made(server: Server, tmp_path: Path) -> None:
+    saving = ["--save-result", "--result-dir", str(tmp_path / "new"), "--result-filename", "deeper/r.json"]
+    assert bench(server, "--num-prompts", "1", "--input-len", "2", "--output-len", "1", *saving) == 0
+    assert (tmp_path / "new/deeper/r.json").exists()
+
+
 def test_a_line_of_a_dataset_ends_only_at_a_line_feed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "data").write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8")
     flags = ["--dataset-name", "custom", "--dataset-path", str(tmp_path / "data"), "--num-prompts", "1"]
