@@ -42,4 +42,4 @@ async def awake(request: Request, models: ModelTable, model: ModelHandle) -> Mod
 
 async def in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
     """Do `work` in the model's threads, unless the client hangs up before it has begun."""
-    return await unless_gone(request.receive, model.threads.run(work, request.state.num_body_bytes))
+    return await unless_gone(request.receive, model.in_threads(work, request.state.num_body_bytes))

@@ -32,6 +32,7 @@ from swiftkv.server.protocol import (
 )
 from swiftkv.server.responses_api.body import ResponsesBody
 from swiftkv.server.streaming import ClientGone, unless_gone
+from swiftkv.server.tenants import sender_of
 from swiftkv.server.threads import BoundedThreads
 
 B = TypeVar("B", bound=Body)
@@ -122,7 +123,7 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
             body = parse()
         else:  # joining 16 MiB takes milliseconds, too
             threads: BoundedThreads = request.app.state.body_threads
-            body = await unless_gone(request.receive, threads.run(parse, num_bytes))
+            body = await unless_gone(request.receive, threads.run(parse, num_bytes, sender_of(request)))
         request.state.reading_s = time.perf_counter() - request.state.came_s
         return body
 

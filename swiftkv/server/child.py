@@ -13,10 +13,13 @@ from pathlib import Path
 
 from swiftkv.processes import die_with_parent, how_it_ended, kill_child, module_command
 from swiftkv.server.errors import ApiError
+from swiftkv.server.tenants import Sender
+from swiftkv.server.turns import Turns
 
 _HEADER_BYTES = 4  # each message to the process and from it begins with its length
 _DEADLINE_S = 20.0  # the process may have to start first, on a machine that is busy
 _MAX_WAITING = 64
+_MAX_WAITING_BYTES = 64 << 20
 _BUSY_RETRY_S = 1.0
 _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _NICENESS = 5
@@ -27,62 +30,59 @@ class ChildEndedError(Exception):
 
 
 class Child:
-    """Does one piece of work at a time. Use it from one event loop.
+    """Does one piece of work at a time; senders take turns. Use it from one event loop.
 
     The process starts with the first piece, and again after one that ended it.
     """
 
-    def __init__(self, module: str, work: str) -> None:
-        """`module` calls `serve`; `work` completes "too many …"."""
+    def __init__(self, module: str, purpose: str) -> None:
+        """`module` calls `serve`; `purpose` completes "too many requests wait for …"."""
         self._module = module
-        self._work = work
-        self._turn = asyncio.Lock()
-        self._running: set[asyncio.Task[bytes]] = set()
+        self._turns = Turns(purpose, num_places=1, max_waiting=_MAX_WAITING, max_bytes=_MAX_WAITING_BYTES)
+        self._running: asyncio.Task[bytes] | None = None
         self._process: Process | None = None
 
-    async def ask(self, message: bytes) -> bytes:
-        """Return the answer to `message`. The work goes on if the caller is cancelled.
+    async def ask(self, message: bytes, sender: Sender) -> bytes:
+        """Return the answer to `message`. When the caller is cancelled, work that has begun goes on; other is dropped.
 
         Raises:
-            ApiError: 429 if too many others wait, 503 if the machine is too busy.
+            ApiError: 429 if too much of the sender's work waits, 503 if the machine is too busy.
             ChildEndedError: the work ended the process.
         """
-        if len(self._running) >= _MAX_WAITING:
-            raise ApiError(429, f"too many {self._work}", code="queue_full", retry_after_s=_BUSY_RETRY_S)
-        task = asyncio.create_task(self._in_turn(message))
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
+        await self._turns.take(sender, len(message))
+        self._running = asyncio.create_task(self._do(message))
+        self._running.add_done_callback(self._ended)
+        return await asyncio.shield(self._running)
 
     async def close(self) -> None:
-        """End the process."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        """End the process. What waits is refused."""
+        self._turns.close()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
         await self._end_process()
 
     def _ended(self, task: asyncio.Task[bytes]) -> None:
-        self._running.discard(task)
+        self._running = None
+        self._turns.give_back()
         if not task.cancelled():
             task.exception()  # the caller may be gone
 
-    async def _in_turn(self, message: bytes) -> bytes:
-        async with self._turn:
-            try:
-                async with asyncio.timeout(_DEADLINE_S):
-                    return await self._exchange(message)
-            except TimeoutError:  # the machine is busy: a process that hangs ends itself (`cpu_s`)
-                await self._end_process()
-                raise ApiError(
-                    503, "the machine is too busy at the moment; try again", code="busy", retry_after_s=_BUSY_RETRY_S
-                ) from None
-            except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop's for a pipe that is closed
-                process = self._process
-                assert process is not None
-                await self._end_process()
-                assert process.returncode is not None
-                raise ChildEndedError(how_it_ended(process.returncode)) from None
+    async def _do(self, message: bytes) -> bytes:
+        try:
+            async with asyncio.timeout(_DEADLINE_S):
+                return await self._exchange(message)
+        except TimeoutError:  # the machine is busy: a process that hangs ends itself (`cpu_s`)
+            await self._end_process()
+            raise ApiError(
+                503, "the machine is too busy at the moment; try again", code="busy", retry_after_s=_BUSY_RETRY_S
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop's for a pipe that is closed
+            process = self._process
+            assert process is not None
+            await self._end_process()
+            assert process.returncode is not None
+            raise ChildEndedError(how_it_ended(process.returncode)) from None
 
     async def _exchange(self, message: bytes) -> bytes:
         """Return the process's answer. Raises `IncompleteReadError` or `ConnectionError` if the process ends."""

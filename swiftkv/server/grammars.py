@@ -7,12 +7,14 @@ import hashlib
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from swiftkv.grammars import GrammarSource, Verdict
 from swiftkv.server.child import Child, ChildEndedError
 from swiftkv.server.errors import ApiError
+from swiftkv.server.tenants import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +34,18 @@ class GrammarChecker:
 
     def __init__(self) -> None:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()  # in order of last use
-        self._running: dict[bytes, asyncio.Task[Verdict]] = {}
-        self._child = Child("swiftkv.server.grammar_child", "grammars wait to be checked")
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        self._child = Child("swiftkv.server.grammar_child", "the check of their grammars")
         self._decoder = msgspec.msgpack.Decoder(Verdict)
 
-    async def check(self, asked: AskedGrammar) -> str:
+    async def check(self, asked: AskedGrammar, sender: Sender) -> str:
         """Return the grammar as engines take it.
 
         Raises:
-            ApiError: 400 that names the field and says why, 429 if too many others wait, 503 if it cannot be checked
-                now.
+            ApiError: 400 that names the field and says why, 429 if too many of the sender's grammars wait, 503 if it
+                cannot be checked now.
         """
-        verdict = await self._verdict(asked.source)
+        verdict = await self._verdict(asked.source, sender)
         if verdict.grammar is None:
             message = f"field '{asked.field}': {verdict.why}"
             raise ApiError(400, message, param=asked.field, code="invalid_grammar")
@@ -51,34 +53,23 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the process."""
-        checks = list(self._running.values())
-        for check in checks:
-            check.cancel()
-        await asyncio.gather(*checks, return_exceptions=True)
         await self._child.close()
 
-    async def _verdict(self, source: GrammarSource) -> Verdict:
-        key = hashlib.sha256(msgspec.msgpack.encode(source)).digest()
-        verdict = self._verdicts.get(key)
-        if verdict is not None:
+    async def _verdict(self, source: GrammarSource, sender: Sender) -> Verdict:
+        message = msgspec.msgpack.encode(source)
+        key = hashlib.sha256(message).digest()
+        async with self._locks.setdefault(key, asyncio.Lock()):  # those that wait here find the first one's verdict
+            verdict = self._verdicts.get(key)
+            if verdict is None:
+                verdict = self._verdicts[key] = await self._check(message, sender)
+                if len(self._verdicts) > _REMEMBERED:
+                    self._verdicts.popitem(last=False)
             self._verdicts.move_to_end(key)
             return verdict
-        task = self._running.get(key)
-        if task is None:
-            task = self._running[key] = asyncio.create_task(self._check(source))
-            task.add_done_callback(lambda done: self._checked(key, done))
-        return await asyncio.shield(task)
 
-    def _checked(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
-        del self._running[key]
-        if not task.cancelled() and task.exception() is None:
-            self._verdicts[key] = task.result()
-            if len(self._verdicts) > _REMEMBERED:
-                self._verdicts.popitem(last=False)
-
-    async def _check(self, source: GrammarSource) -> Verdict:
+    async def _check(self, message: bytes, sender: Sender) -> Verdict:
         try:
-            return self._decoder.decode(await self._child.ask(msgspec.msgpack.encode(source)))
+            return self._decoder.decode(await self._child.ask(message, sender))
         except ChildEndedError as ended:
             logger.warning("the process that checks grammars %s", ended)
             return Verdict(why=f"it takes more memory or time to compile than is allowed: the check {ended}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from swiftkv.models.pooling import EmbeddingRecipe
 from swiftkv.policies import ServiceTier, Task
@@ -27,6 +27,8 @@ from swiftkv.server.tenants import ANYBODY, Sender
 from swiftkv.server.threads import BoundedThreads
 from swiftkv.server.tokenizer import Tokenizer
 from swiftkv.server.tool_parsers.base import ToolParser
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,10 @@ class ModelHandle:
     """The text in which the model is asked for a score, if that is its task."""
     targets: Targets = NO_TARGETS
     """The targets of requests that name none; those that would miss them are refused."""
+
+    async def in_threads(self, work: Callable[[], T], num_bytes: int) -> T:
+        """Do `work`, which holds about `num_bytes`, in the model's threads, when it is its sender's turn."""
+        return await self.threads.run(work, num_bytes, self.policy.sender)
 
     def serving(self, sender: Sender) -> ModelHandle:
         """Return the model as `sender` may use it."""

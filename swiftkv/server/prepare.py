@@ -92,7 +92,7 @@ async def prepare(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes
     """
     grammar = await _checked_grammar(model, body, num_bytes)
     rendered = await _rendered(model, body, num_bytes) if isinstance(body, ChatBody) else None
-    return await model.threads.run(lambda: _prepared(model, body, grammar, rendered), num_bytes)
+    return await model.in_threads(lambda: _prepared(model, body, grammar, rendered), num_bytes)
 
 
 async def _rendered(model: ModelHandle, body: ChatBody, num_bytes: int) -> str | None:
@@ -106,27 +106,28 @@ async def _rendered(model: ModelHandle, body: ChatBody, num_bytes: int) -> str |
             "models[].trust_request_chat_template"
         )
         raise ApiError(400, message, param="chat_template", code="unsupported_field")
-    source = await model.threads.run(
+    source = await model.in_threads(
         lambda: model.tokenizer.template_source(
             template,
             conversation(body.messages),
+            max_chars=_max_chars(model, truncation(model, body)),
             tools=template_tools(body),
             given=templating(body, template, body.reasoning_effort),
         ),
         num_bytes,
     )
-    return await model.templates.render(source)
+    return await model.templates.render(source, model.policy.sender)
 
 
 async def _checked_grammar(model: ModelHandle, body: CompletionBody | ChatBody, num_bytes: int) -> str | None:
     """Return the grammar that is to constrain the answer, as engines take it."""
     if not asks_for_grammar(body) and not (isinstance(body, ChatBody) and body.tools):
         return None
-    grammars = await model.threads.run(lambda: _asked_grammars(model, body), num_bytes)
+    grammars = await model.in_threads(lambda: _asked_grammars(model, body), num_bytes)
     if not grammars:
         return None
     check_grammar_fields(body)
-    checked = [await model.grammars.check(asked) for asked in grammars]
+    checked = [await model.grammars.check(asked, model.policy.sender) for asked in grammars]
     return checked[-1]
 
 
@@ -238,9 +239,7 @@ def _completion_prompt(
 
 def _chat_prompt(model: ModelHandle, body: ChatBody, rendered: str | None) -> Prompt:
     cut = truncation(model, body)
-    # A template may leave out parts of a message, so only its result can be too long.
-    max_len = model.max_model_len
-    max_chars = model.tokenizer.max_chars(max_len) if cut is None else max_tokenize_chars(max_len)
+    max_chars = _max_chars(model, cut)
     if rendered is not None:
         ids = model.tokenizer.encode_rendered(rendered, max_chars=max_chars)
     else:
@@ -248,3 +247,9 @@ def _chat_prompt(model: ModelHandle, body: ChatBody, rendered: str | None) -> Pr
         given = templating(body, model.tokenizer.chat_template, body.reasoning_effort)
         ids = model.tokenizer.encode_chat(messages, tools=template_tools(body), max_chars=max_chars, given=given)
     return Prompt(ids if cut is None else cut.cut(ids))
+
+
+def _max_chars(model: ModelHandle, cut: Truncation | None) -> int:
+    """Return the most characters of a rendered conversation. (A template may leave out parts of its messages.)"""
+    max_len = model.max_model_len
+    return model.tokenizer.max_chars(max_len) if cut is None else max_tokenize_chars(max_len)

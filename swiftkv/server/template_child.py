@@ -38,6 +38,9 @@ def begin() -> Callable[[bytes], bytes]:
                 add_generation_prompt=source.add_generation_prompt,
                 **source.variables,
             )
+            if len(text) > source.max_chars:  # the gateway could hardly hold what fits in here
+                why = f"it makes {len(text)} characters; at most {source.max_chars} can fit this model's context length"
+                return msgspec.msgpack.encode(Rendered(why=why))
             return msgspec.msgpack.encode(Rendered(text))
         except (
             jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, MemoryError,

@@ -9,6 +9,7 @@ import msgspec
 
 from swiftkv.server.child import Child, ChildEndedError
 from swiftkv.server.errors import ApiError
+from swiftkv.server.tenants import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class TemplateSource(msgspec.Struct, array_like=True, frozen=True):
     add_generation_prompt: bool
     continues: bool
     variables: dict[str, Any]
+    max_chars: int  # that the text may have
 
 
 class Rendered(msgspec.Struct, array_like=True, frozen=True):
@@ -35,17 +37,18 @@ class TemplateRenderer:
     """Renders one template at a time. Use it from one event loop."""
 
     def __init__(self) -> None:
-        self._child = Child("swiftkv.server.template_child", "chat templates of requests wait to be rendered")
+        self._child = Child("swiftkv.server.template_child", "the rendering of their chat templates")
         self._decoder = msgspec.msgpack.Decoder(Rendered)
 
-    async def render(self, source: TemplateSource) -> str:
+    async def render(self, source: TemplateSource, sender: Sender) -> str:
         """Return the text of a conversation.
 
         Raises:
-            ApiError: 400 if the template is wrong, refuses the messages or does not end; 429 if too many others wait.
+            ApiError: 400 if the template is wrong, refuses the messages, does not end or makes too long a text; 429 if
+                too many of the sender's templates wait.
         """
         try:
-            rendered = self._decoder.decode(await self._child.ask(msgspec.msgpack.encode(source)))
+            rendered = self._decoder.decode(await self._child.ask(msgspec.msgpack.encode(source), sender))
         except ChildEndedError as ended:
             logger.warning("the process that renders chat templates of requests %s", ended)
             rendered = Rendered(

@@ -140,6 +140,7 @@ class Tokenizer:
         chat_template: str,
         messages: Sequence[Mapping[str, Any]],
         *,
+        max_chars: int,
         tools: Sequence[Mapping[str, Any]] | None,
         given: Templating,
     ) -> TemplateSource:
@@ -156,6 +157,7 @@ class Tokenizer:
             given.add_generation_prompt,
             given.continues,
             {**self._hf.special_tokens_map, **given.variables},
+            max_chars,
         )
 
     def encode_rendered(self, text: str, *, max_chars: int) -> list[int]:

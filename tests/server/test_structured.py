@@ -19,6 +19,7 @@ from echo_gateway import Gateway
 from swiftkv.grammars import GrammarSource, library_form
 from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import AskedGrammar, GrammarChecker
+from swiftkv.server.tenants import ANYBODY
 from tests.support.schemas import DEEP, HOSTILE, SCHEMAS
 
 COMPLETION: dict[str, Any] = {"model": "chat", "prompt": "hello", "max_tokens": 1}
@@ -145,34 +146,38 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_taken(
     loop: asyncio.AbstractEventLoop, checker: GrammarChecker, name: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
-        loop.run_until_complete(checker.check(asked(*HOSTILE[name])))
+        loop.run_until_complete(checker.check(asked(*HOSTILE[name]), ANYBODY))
     assert (refused.value.status, refused.value.param) == (400, "guided_grammar")
     assert len(refused.value.message) > len("field 'guided_grammar': ")
-    assert loop.run_until_complete(checker.check(asked("regex", name.replace(" ", "_"))))
+    assert loop.run_until_complete(checker.check(asked("regex", name.replace(" ", "_")), ANYBODY))
 
 
 def test_every_real_schema_is_taken(loop: asyncio.AbstractEventLoop, checker: GrammarChecker) -> None:
     for schema in SCHEMAS.values():
         source = GrammarSource("json", json.dumps(schema))
-        assert loop.run_until_complete(checker.check(AskedGrammar("guided_json", source))) == library_form(source)
+        assert loop.run_until_complete(checker.check(AskedGrammar("guided_json", source), ANYBODY)) == library_form(
+            source
+        )
 
 
 def test_a_grammar_that_ends_its_process_is_refused_for_good(loop: asyncio.AbstractEventLoop) -> None:
     async def run() -> None:
         checker = GrammarChecker()
-        assert await checker.check(asked("regex", "a"))
+        assert await checker.check(asked("regex", "a"), ANYBODY)
         (process,) = processes()
         process.suspend()
-        checks = [asyncio.create_task(checker.check(asked("regex", "b"))) for _ in range(3)]  # one check for all three
+        checks = [
+            asyncio.create_task(checker.check(asked("regex", "b"), ANYBODY)) for _ in range(3)
+        ]  # one check for all three
         for _ in range(10):  # more turns of the loop than it takes to send the process its work
             await asyncio.sleep(0)
         os.kill(process.pid, signal.SIGKILL)
         for check in checks:
             with pytest.raises(ApiError, match="SIGKILL"):
                 await check
-        assert await checker.check(asked("regex", "c"))
+        assert await checker.check(asked("regex", "c"), ANYBODY)
         with pytest.raises(ApiError, match="SIGKILL"):
-            await checker.check(asked("regex", "b"))
+            await checker.check(asked("regex", "b"), ANYBODY)
         await checker.close()
         assert processes() == []
 
@@ -196,13 +201,13 @@ def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(
     async def run() -> None:
         checker = GrammarChecker()
         before = {child.pid for child in psutil.Process().children()}
-        assert await checker.check(asked("regex", "a"))
+        assert await checker.check(asked("regex", "a"), ANYBODY)
         [process] = [child for child in psutil.Process().children() if child.pid not in before]
         for pattern in ("b", "c"):
             process.kill()
             with suppress(ChildProcessError):  # a thread of the loop may wait for it sooner
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            assert await checker.check(asked("regex", pattern))
+            assert await checker.check(asked("regex", pattern), ANYBODY)
             [process] = [child for child in psutil.Process().children() if child.pid not in before]
         await checker.close()
 
@@ -216,7 +221,7 @@ def test_grammars_are_checked_wherever_the_node_was_started(
 ) -> None:
     async def check() -> None:
         checker = GrammarChecker()
-        assert await checker.check(asked("regex", "a"))
+        assert await checker.check(asked("regex", "a"), ANYBODY)
         await checker.close()
 
     directory = tmp_path / "here"
@@ -233,9 +238,9 @@ def test_grammars_are_checked_wherever_the_node_was_started(
 def test_too_many_grammars_at_once_are_refused(loop: asyncio.AbstractEventLoop) -> None:
     async def run() -> list[int]:
         checker = GrammarChecker()
-        checks = [checker.check(asked("regex", f"a{{{number}}}")) for number in range(80)]
+        checks = [checker.check(asked("regex", f"a{{{number}}}"), ANYBODY) for number in range(80)]
         results = await asyncio.gather(*checks, return_exceptions=True)
         await checker.close()
         return [result.status if isinstance(result, ApiError) else 200 for result in results]
 
-    assert loop.run_until_complete(run()) == [200] * 64 + [429] * 16
+    assert loop.run_until_complete(run()) == [200] * 65 + [429] * 15

@@ -138,8 +138,13 @@ HOSTILE = {
     "no template": "{% for %}",
     "refusing": "{{ raise_exception('no such thing') }}",
     "dividing": "{{ 1 / 0 }}",
+    "long": "{{ 'x' * 50000000 }}",
 }
-MISTAKES = {"refusing": "no such thing", "dividing": "ZeroDivisionError: division by zero"}
+MISTAKES = {
+    "refusing": "no such thing",
+    "dividing": "ZeroDivisionError: division by zero",
+    "long": "it makes 50000000 characters; at most {max_chars} can fit this model's context length",
+}
 
 
 @pytest.mark.slow
@@ -151,6 +156,7 @@ def test_a_request_may_bring_a_template_where_it_is_allowed(
     renderer = TemplateRenderer()
     gateway, stop = start_gateway(directory, tokenizer, lending=False, templates=renderer)
     body: dict[str, Any] = {"model": "chat", "messages": MESSAGES, "max_tokens": 4}
+    max_chars = tokenizer.max_chars(gateway.models["chat"].max_model_len)
     try:
         with gateway.http() as http:
             own = {"chat_template": "{{ messages[0].content }} {{ topic }}", "chat_template_kwargs": {"topic": "word"}}
@@ -160,7 +166,8 @@ def test_a_request_may_bring_a_template_where_it_is_allowed(
                 response = http.post("/v1/chat/completions", json={**body, "chat_template": template})
                 assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template"), name
                 if name in MISTAKES:
-                    assert response.json()["error"]["message"] == f"field 'chat_template': {MISTAKES[name]}"
+                    why = MISTAKES[name].format(max_chars=max_chars)
+                    assert response.json()["error"]["message"] == f"field 'chat_template': {why}"
             assert http.post("/v1/chat/completions", json={**body, **own}).status_code == 200
             tokenized = http.post("/tokenize", json={"model": "chat", "messages": MESSAGES, "chat_template": "x"})
             assert tokenized.status_code == 400

@@ -34,9 +34,9 @@ async def embed(model: ModelHandle, body: EmbeddingBody, num_bytes: int, record:
     """
     recipe = recipe_of(model)
     _check_dimensions(recipe, body.dimensions)
-    prompts = await model.threads.run(lambda: _prompts(model, recipe, body), num_bytes)
+    prompts = await model.in_threads(lambda: _prompts(model, recipe, body), num_bytes)
     pooled = await pool(model, prompts, HIDDEN_STATE, body, record)
-    return await model.threads.run(lambda: _answer(model, recipe, body, pooled, record), pooled.rows.nbytes)
+    return await model.in_threads(lambda: _answer(model, recipe, body, pooled, record), pooled.rows.nbytes)
 
 
 def recipe_of(model: ModelHandle) -> EmbeddingRecipe:

@@ -55,7 +55,7 @@ async def _scores(
 ) -> tuple[Scores, PooledUsage]:
     if model.scoring is None:
         return await _cosines(model, sides, body, num_bytes, record)
-    prompts = await model.threads.run(lambda: _asked(model, sides, body), num_bytes)
+    prompts = await model.in_threads(lambda: _asked(model, sides, body), num_bytes)
     pooled = await pool(model, prompts, model.scoring.pooling, body, record)
     yes, no = pooled.rows.astype(np.float64).T
     return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # the softmax over both, of yes
@@ -92,7 +92,7 @@ async def _cosines(
     if body.instruction is not None:
         message = f"field 'instruction' is for models that score, but '{model.name}' embeds; write it into the texts"
         raise ApiError(400, message, param="instruction")
-    prompts = await model.threads.run(lambda: _embedded(model, sides, body), num_bytes)
+    prompts = await model.in_threads(lambda: _embedded(model, sides, body), num_bytes)
     pooled = await pool(model, list(prompts.values()), HIDDEN_STATE, body, record)
     rows = unit_length(pooled.rows).astype(np.float64)
     row_of = {text: row for row, text in enumerate(prompts)}
