@@ -13,8 +13,8 @@ from pathlib import Path
 
 from swiftkv.processes import die_with_parent, how_it_ended, kill_child, module_command
 from swiftkv.server.errors import ApiError
+from swiftkv.server.fair_queue import FairQueue
 from swiftkv.server.tenants import Sender
-from swiftkv.server.turns import Turns
 
 _HEADER_BYTES = 4  # each message to the process and from it begins with its length
 _DEADLINE_S = 20.0  # the process may have to start first, on a machine that is busy
@@ -38,7 +38,7 @@ class Child:
     def __init__(self, module: str, purpose: str) -> None:
         """`module` calls `serve`; `purpose` completes "too many requests wait for …"."""
         self._module = module
-        self._turns = Turns(purpose, num_places=1, max_waiting=_MAX_WAITING, max_bytes=_MAX_WAITING_BYTES)
+        self._queue = FairQueue(purpose, num_places=1, max_waiting=_MAX_WAITING, max_bytes=_MAX_WAITING_BYTES)
         self._running: asyncio.Task[bytes] | None = None
         self._process: Process | None = None
 
@@ -49,14 +49,14 @@ class Child:
             ApiError: 429 if too much of the sender's work waits, 503 if the machine is too busy.
             ChildEndedError: the work ended the process.
         """
-        await self._turns.take(sender, len(message))
+        await self._queue.take(sender, len(message))
         self._running = asyncio.create_task(self._do(message))
         self._running.add_done_callback(self._ended)
         return await asyncio.shield(self._running)
 
     async def close(self) -> None:
         """End the process. What waits is refused."""
-        self._turns.close()
+        self._queue.close()
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -64,7 +64,7 @@ class Child:
 
     def _ended(self, task: asyncio.Task[bytes]) -> None:
         self._running = None
-        self._turns.give_back()
+        self._queue.give_back()
         if not task.cancelled():
             task.exception()  # the caller may be gone
 

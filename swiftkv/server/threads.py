@@ -7,24 +7,24 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from swiftkv.server.fair_queue import FairQueue
 from swiftkv.server.tenants import ANYBODY, Sender
-from swiftkv.server.turns import Turns
 
 T = TypeVar("T")
 
 
 class BoundedThreads:
-    """A few threads for one kind of work, used from one event loop. The queue is not the executor's but `Turns`."""
+    """A few threads for one kind of work, used from one event loop."""
 
     def __init__(self, purpose: str, *, workers: int = 2, max_waiting: int = 1024, max_bytes: int = 64 << 20) -> None:
-        """Start no thread yet. `purpose`, `max_waiting` and `max_bytes` are as in `Turns`."""
-        self._turns = Turns(purpose, num_places=workers, max_waiting=max_waiting, max_bytes=max_bytes)
+        """Start no thread yet. `purpose`, `max_waiting` and `max_bytes` are as in `FairQueue`."""
+        self._queue = FairQueue(purpose, num_places=workers, max_waiting=max_waiting, max_bytes=max_bytes)
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix=purpose.replace(" ", "-"))
 
     @property
     def is_closed(self) -> bool:
         """Whether the threads begin nothing more."""
-        return self._turns.is_closed
+        return self._queue.is_closed
 
     async def run(self, work: Callable[[], T], num_bytes: int = 0, sender: Sender = ANYBODY) -> T:
         """Return the result of `work`, which holds about `num_bytes` while it waits.
@@ -34,17 +34,17 @@ class BoundedThreads:
         Raises:
             ApiError: 429 if too much of the sender's work waits, 503 if the threads are closed before the work begins.
         """
-        await self._turns.take(sender, num_bytes)
+        await self._queue.take(sender, num_bytes)
         future = asyncio.get_running_loop().run_in_executor(self._executor, work)
         future.add_done_callback(self._ended)
         return await asyncio.shield(future)
 
     def close(self) -> None:
         """End the threads once they have finished the work that they have begun."""
-        self._turns.close()
+        self._queue.close()
         self._executor.shutdown(wait=False)
 
     def _ended(self, future: asyncio.Future[Any]) -> None:
-        self._turns.give_back()
+        self._queue.give_back()
         if not future.cancelled():
             future.exception()  # the caller may be gone; otherwise `run` raises it there

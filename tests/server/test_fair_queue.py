@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from swiftkv.server.errors import ApiError
+from swiftkv.server.fair_queue import FairQueue
 from swiftkv.server.tenants import ANYBODY, Sender
-from swiftkv.server.turns import Turns
 
 FEW = 8
 SENDERS = [
@@ -40,18 +40,18 @@ class Taking:
     task: asyncio.Task[None]
 
 
-class Queue:
-    """Turns with two places, beside the tasks that hold them or wait, oldest first."""
+class History:
+    """A fair queue with two places, beside the tasks that hold them or wait, oldest first."""
 
     def __init__(self) -> None:
-        self.turns = Turns("this", num_places=2, max_waiting=FEW, max_bytes=100)
+        self.queue = FairQueue("this", num_places=2, max_waiting=FEW, max_bytes=100)
         self.holding: list[Taking] = []
         self.waiting: list[Taking] = []
         self.passed: dict[Taking, Counter[Sender]] = {}
 
     async def take(self, sender: Sender, num_bytes: int) -> None:
         own = [each for each in self.waiting if each.sender.name == sender.name]
-        taking = Taking(sender, num_bytes, asyncio.create_task(self.turns.take(sender, num_bytes)))
+        taking = Taking(sender, num_bytes, asyncio.create_task(self.queue.take(sender, num_bytes)))
         await settle()
         if len(self.holding) < 2:
             assert taking.task.done()
@@ -77,7 +77,7 @@ class Queue:
     async def give_back(self) -> None:
         if self.holding:
             self.holding.pop(0)
-            self.turns.give_back()
+            self.queue.give_back()
             await self.somebody_is_served()
 
     async def cancel_as_a_place_comes_free(self, number: int, *, cancel_first: bool) -> None:
@@ -87,7 +87,7 @@ class Queue:
             self.holding.pop(0)
             if cancel_first:
                 taking.task.cancel()
-            self.turns.give_back()
+            self.queue.give_back()
             taking.task.cancel()
             await settle()
             assert taking.task.cancelled()
@@ -114,42 +114,42 @@ def test_no_history_loses_a_place_or_a_turn(seed: int) -> None:
     random = Random(seed)
 
     async def go() -> None:
-        queue = Queue()
+        history = History()
         for _ in range(60):
             match random.choice(["take", "take", "take", "cancel", "both", "give back"]):
                 case "take":
-                    await queue.take(random.choice(SENDERS), random.choice([0, 1, 5, 60]))
+                    await history.take(random.choice(SENDERS), random.choice([0, 1, 5, 60]))
                 case "cancel":
-                    await queue.cancel(random.randrange(FEW))
+                    await history.cancel(random.randrange(FEW))
                 case "both":
                     first = random.random() < 0.5
-                    await queue.cancel_as_a_place_comes_free(random.randrange(FEW), cancel_first=first)
+                    await history.cancel_as_a_place_comes_free(random.randrange(FEW), cancel_first=first)
                 case "give back":
-                    await queue.give_back()
-        while queue.holding:
-            await queue.give_back()
-        assert not queue.waiting
-        await queue.take(SENDERS[0], 0)
-        await queue.take(SENDERS[1], 0)
+                    await history.give_back()
+        while history.holding:
+            await history.give_back()
+        assert not history.waiting
+        await history.take(SENDERS[0], 0)
+        await history.take(SENDERS[1], 0)
 
     run(go())
 
 
 def test_senders_take_turns_however_much_one_of_them_asks() -> None:
     async def go() -> None:
-        turns = Turns("this", num_places=1, max_waiting=100, max_bytes=0)
-        await turns.take()
+        queue = FairQueue("this", num_places=1, max_waiting=100, max_bytes=0)
+        await queue.take()
         order: list[int] = []
 
         async def work(sender: Sender) -> None:
-            await turns.take(sender)
+            await queue.take(sender)
             order.append(sender.flow)
-            turns.give_back()
+            queue.give_back()
 
         flows = [1, 1, 1, 1, 2, 2, 3]
         tasks = [asyncio.create_task(work(Sender(flow=flow))) for flow in flows]
         await settle()
-        turns.give_back()
+        queue.give_back()
         await asyncio.gather(*tasks)
         assert order == [1, 2, 3, 1, 2, 1, 1]
 
@@ -158,16 +158,30 @@ def test_senders_take_turns_however_much_one_of_them_asks() -> None:
 
 def test_a_closed_queue_refuses_what_waits_and_what_comes() -> None:
     async def go() -> None:
-        turns = Turns("this", num_places=1, max_waiting=2, max_bytes=0)
-        await turns.take()
-        waiting = deque(asyncio.create_task(turns.take()) for _ in range(2))
+        queue = FairQueue("this", num_places=1, max_waiting=2, max_bytes=0)
+        await queue.take()
+        waiting = deque(asyncio.create_task(queue.take()) for _ in range(2))
         await settle()
-        turns.close()
+        queue.close()
         for task in waiting:
             with pytest.raises(ApiError, match="this has stopped"):
                 await task
-        turns.give_back()
+        queue.give_back()
         with pytest.raises(ApiError, match="this has stopped"):
-            await turns.take()
+            await queue.take()
+
+    run(go())
+
+
+def test_a_place_that_comes_just_before_the_queue_is_closed_is_refused() -> None:
+    async def go() -> None:
+        queue = FairQueue("this", num_places=1, max_waiting=2, max_bytes=0)
+        await queue.take()
+        waiting = asyncio.create_task(queue.take())
+        await settle()
+        queue.give_back()
+        queue.close()
+        with pytest.raises(ApiError, match="this has stopped"):
+            await waiting
 
     run(go())

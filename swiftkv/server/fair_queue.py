@@ -22,7 +22,7 @@ class _Waiting:
     turn: asyncio.Future[None]
 
 
-class Turns:
+class FairQueue:
     """Gives places to work, the oldest of each sender in turn. Use it from one event loop.
 
     Work whose caller is cancelled while it waits leaves the queue at once, with everything that it holds.
@@ -67,6 +67,8 @@ class Turns:
             elif waiting.turn.exception() is None:  # the place came before the loop told the caller
                 self.give_back()
             raise
+        if self.is_closed:  # since the place came, before the loop told the caller
+            raise self._closed()
 
     def give_back(self) -> None:
         """Give a place back: to the work whose turn it is, if any waits."""
