@@ -17,7 +17,7 @@ NAMES = [name for file in sorted(HERE.glob("*.cpp")) for name in re.findall(r"^T
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = checked_build()
-    objects = [*build.core_objects(), *build.objects(sorted(HERE.glob("*.cpp")))]
+    objects = [*build.core_objects(), *build.joined_objects(HERE.glob("*.cpp"))]
     return build.link(objects, tmp_path_factory.mktemp("parts") / "parts")
 
 
