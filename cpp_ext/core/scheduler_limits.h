@@ -21,7 +21,7 @@ struct SchedulerLimits {
     int max_model_len;
     bool enable_prefix_caching;
     bool enable_chunked_prefill;
-    int stream_buffers = 2;  // at most
+    int stream_buffers = 2;  // the most
     // The tokens between regular boundaries, whose sliding-window tails are kept while their room is not needed.
     std::optional<int> retention_interval = {};
     // The most seconds that a step with decodes should take, prompts included.
