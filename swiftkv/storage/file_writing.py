@@ -25,7 +25,7 @@ _PAGE_BYTES = 4096
 
 
 def disk_bytes(num_bytes: int) -> int:
-    """Return the size of a file that holds `num_bytes`: whole pages, because these are overwritten without being read."""
+    """Return the size of a file that holds `num_bytes`: whole pages, which can be overwritten without being read."""
     return ceil_div(num_bytes, _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -206,7 +206,7 @@ class MooncakeMedium:
         return statuses
 
     def _status_of_read(self, name: str, num_bytes: int, result: int) -> Status:
-        """Return the status of a read: CORRUPT for an object of another length, which the store reports as a failure."""
+        """Return the status of a read: CORRUPT for an object of another length, which the store does not report."""
         if result in (_INVALID_PARAMS, _TRANSFER_FAIL):
             found_bytes = self._store.get_size(name)
             return Status.CORRUPT if found_bytes >= 0 and found_bytes != num_bytes else Status.FAILED
