@@ -328,7 +328,7 @@ class KvCache {
         BlockPool pool;
         std::vector<int> borrow_links;      // the engine's numbers of the pool's links
         std::vector<BlockId> staging = {};  // the blocks of the layer-stream cache
-        int num_fresh = 0;          // so many of the last ones stage nothing yet: this step still spills their bytes
+        int num_fresh = 0;          // how many of the last ones cannot stage yet: this step still spills their bytes
         int64_t num_unfreshed = 0;  // counts blocks that have ceased to be fresh
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local

@@ -14,8 +14,8 @@ struct StepWork {
     double num_rows = 0;
     double num_copies = 0;  // blocks copied to or from a lower place, or within the pool
 
-    // Adds a row of `num_tokens` tokens after the first `begin` of its sequence. One token with guesses at the next
-    // ones counts as so many rows of one token, which all sample, but keys and values are read once for all of them.
+    // Adds a row of `num_tokens` tokens after the first `begin` of its sequence. A token with guesses at the next ones
+    // counts as that many rows of one token. All of them sample, but keys and values are read once for all of them.
     void add_row(int begin, int num_tokens, int num_guesses = 0);
 };
 
