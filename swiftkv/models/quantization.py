@@ -358,7 +358,7 @@ class _Search:
         return [(), (1,), (1, 1), (rows,), (rows, 1), (rows, self._num_groups(scale, 1, group))]
 
     def _num_groups(self, scale: str, axis: int, group: str | None) -> int:
-        """Return the number of groups that a row has by the shape of its factors, if it can have as many."""
+        """Return the number of groups in a row, from the shape of the factors; 1 if a row cannot have that many."""
         shape = self._stored(scale).shape
         num_groups = shape[axis] if len(shape) == 2 else 0
         return num_groups if num_groups and (group is not None or self.matrix[1] % num_groups == 0) else 1
@@ -390,5 +390,5 @@ class _Search:
 
 
 def _words(numbers: int, bits: int) -> int:
-    """Return how many words it takes to pack so many numbers."""
+    """Return the number of words that hold `numbers` numbers of `bits` bits."""
     return ceil_div(numbers * bits, _WORD)

@@ -35,7 +35,7 @@ class QuantizedMatrix:
     factors: Tensor  # float32 [rows, groups]
     zeros: Tensor | None  # [rows, groups]
     group: Tensor  # int64 [columns], the group of each column, on the CPU
-    code_bits: int | None = None  # numbers are integers from 0 on, of so many bits; None: they are others
+    code_bits: int | None = None  # the bits of numbers that are integers from 0 on; None: they are not
 
     def with_rows(self, of_rows: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
         """Return the matrix with other rows, or on another device: `of_rows` converts each tensor that has rows."""
@@ -116,7 +116,7 @@ def _kernel_groups(group: Tensor) -> Tensor | None:
 
 
 def _groups_in_order(group: Tensor) -> slice | None:
-    """Return the groups of some columns; `None` unless one follows the other and all have as many of the columns."""
+    """Return the groups of some columns; `None` unless they are consecutive, with equally many of the columns."""
     first, stop = int(group[0]), int(group[-1]) + 1
     if stop <= first or len(group) % (stop - first):
         return None
@@ -200,7 +200,7 @@ def along_rows(words: Tensor, bits: int) -> Tensor:
     octets = words.contiguous().view(torch.uint8)  # x86 and Arm store the lowest bits first
     if bits == 8:
         return octets
-    # Each byte becomes as many as it has numbers, by copies that are shifted until every number begins a byte.
+    # Each byte is copied once for each number in it. Each copy is shifted so that its number begins the byte.
     octets = octets.to(torch.int16 if bits == 4 else torch.int32)
     spread = octets.clone()
     for place in range(1, 8 // bits):

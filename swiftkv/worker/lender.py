@@ -403,7 +403,7 @@ class Lender:
         return len(extents)
 
     def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> RecallBatch | None:
-        """Recall as many extents as `counts` has by link number; return `None` if that is none."""
+        """Recall `counts[number]` extents of each link; return `None` if there are none to recall."""
         counts = {number: count for number, count in counts.items() if count > 0}
         if not counts:
             return None
