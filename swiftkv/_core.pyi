@@ -319,7 +319,7 @@ class StepTime:
         """The ratios that go with `usual_coefficients`"""
 
 class StepPlan:
-    """One step: T tokens of S sequences. The step samples after R of the tokens. Arrays are views that keep the plan alive.
+    """One step: T tokens of S sequences, after R of which it samples. Arrays are views that keep the plan alive.
 
     If blocks are borrowed, or groups share extents, a plan may have no tokens and only copies.
     """
