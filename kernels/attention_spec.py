@@ -1,4 +1,4 @@
-"""The shape of attention in the layers of one KV group, which every implementation obeys."""
+"""The shape of attention in the layers of one KV group. Every implementation obeys it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The `Ops` of the CPU: linear layers over packed weights, RMSNorm and embedding here, attention in `cpu_attention`.
 
-Activations are contiguous CPU tensors of the weights' dtype: float32, bfloat16 or float16. A row of a result depends
-only on its own row of the input, bit for bit: neither the other rows of the batch nor the number of threads matter.
-Sums are kept in float32.
+Activations are contiguous CPU tensors of the weights' dtype: float32, bfloat16 or float16. Sums are kept in float32. A
+row of a result depends only on its own row of the input, bit for bit, and not on other rows or the number of threads.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ The KV of a sequence lies in layer blocks of the pool, `block_size` tokens each,
     bfloat16           K [num_kv_heads, head_dim / 2, block_size, 2]    V [num_kv_heads, block_size / 2, v_head_dim, 2]
     float32, float16   K [num_kv_heads, head_dim, block_size]           V [num_kv_heads, block_size, v_head_dim]
 
-so that one vector load is 16 tokens of a key dimension (bfloat16: of a pair, for the dot-product instructions), or 16
-dimensions of a value (of a pair of tokens). The places of tokens that are not written may hold anything.
+so that one vector load yields one dimension of 16 keys or 16 dimensions of one value. With bfloat16 it yields pairs of
+these, for the dot-product instructions. The places of tokens that are not written yet may hold anything.
 
-A sequence's result is the same bit for bit in every batch, for every chunking of its prompt and number of threads.
+A sequence's result is the same, bit for bit, in every batch, for every chunking of its prompt and number of threads.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def rope_write_kv(
 ) -> None:
     """Normalise and rotate q and k in place, and write k and v to the sequences' layer blocks (`Ops.rope_write_kv`).
 
-    The first `rotary_dim` dimensions of a head are turned, one half against the other. Rounds to the dtype where
+    The first `rotary_dim` dimensions of a head are rotated, one half with the other. Rounds to the dtype where
     transformers does.
     """
     assert qkv.is_contiguous()

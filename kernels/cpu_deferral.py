@@ -1,4 +1,4 @@
-"""Kernel calls that wait for each other, so that little happens between one kernel and the next."""
+"""Defers kernel calls, so that several kernels run one after the other without Python between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftkv import _cpu
 
 
 class _Results(threading.local):
-    """The results of a thread's kernels that wait; `None` while none may wait."""
+    """The results of a thread's deferred kernels; `None` while no calls are deferred."""
 
     tensors: list[Tensor] | None = None
 
@@ -23,7 +23,7 @@ _results = _Results()
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Have the kernels that this thread calls inside wait, and run them at the end (`Ops.deferred`)."""
+    """Defer the kernels that this thread calls inside, and run them at the end (`Ops.deferred`)."""
     _cpu.begin_deferral()
     _results.tensors = []
     try:
@@ -40,7 +40,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return `tensor`, which lives until the kernels that wait have run."""
+    """Return `tensor`, and keep it alive until the deferred kernels have run."""
     if _results.tensors is not None:
         _results.tensors.append(tensor)
     return tensor

@@ -16,7 +16,7 @@ _KINDS = {"four_bits": CodeKind.FOUR_BITS, "int8": CodeKind.INT8, "fp8": CodeKin
 
 
 def keeps_codes(dtype: torch.dtype) -> bool:
-    """Return whether codes of matrices of `dtype` stay so in memory. Each use unpacks them, piece by piece."""
+    """Return whether matrices of `dtype` stay codes in memory. Each use unpacks them, piece by piece."""
     return dtype in (torch.bfloat16, torch.float16)
 
 
@@ -27,8 +27,8 @@ def pack_linear(
 ) -> PackedLinear:
     """Copy weights [N_i, K] into the layout that this CPU's kernels read.
 
-    Codes stay so if all of the weights are such, in one format. Results are those of the unpacked weights, bit for bit.
-    Raises `ValueError` if the weights differ in K or dtype, or the dtype has no kernel.
+    Weights stay codes if all of them are codes in one format. The results are those of the unpacked weights, bit for
+    bit. Raises `ValueError` if the weights differ in K or dtype, or the dtype has no kernel.
     """
     biases = biases_of(weights, biases)
     dtype = weights[0].dtype

@@ -1,4 +1,4 @@
-"""Tensors as the C++ kernels take them: by address, so that dtype and shape are checked here."""
+"""Checks of tensors for the C++ kernels, which see only addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def norm_weight_kind(weight: Tensor, dtype: torch.dtype, width: int) -> _cpu.Nor
 
 
 def check(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str) -> None:
-    """Raise `ValueError` unless dtype and shape fit: C++ sees only an address, and would access other memory."""
+    """Raise `ValueError` unless dtype and shape fit. C++ sees only an address, and would access other memory."""
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous():
         raise ValueError(
             f"{name}: got {x.dtype} {tuple(x.shape)}, contiguous={x.is_contiguous()}; need contiguous {dtype} {shape}"

@@ -1,8 +1,8 @@
-"""The few calls about CUDA that torch does not offer: allocations of their own, IPC handles, 2-D copies.
+"""The few calls of CUDA that torch does not offer: separate allocations, IPC handles, 2-D copies.
 
-They act on torch's current device, in the context that torch uses, through the runtime library that torch has loaded.
-NVIDIA's `cuda.bindings`, for only seven functions, would have to be kept at torch's version of CUDA. Addresses are
-plain integers. A handle can only be opened in a process other than the one that made it.
+They act on torch's current device and context, through the runtime library that torch has loaded. (NVIDIA's
+`cuda.bindings` would have to be kept at torch's version of CUDA, for only seven functions.) Addresses are plain
+integers. The process that made a handle cannot open it itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 class DeviceMemory:
-    """One `cudaMalloc` of its own, so that an IPC handle names its first byte; freed with the last tensor over it."""
+    """A separate `cudaMalloc`, so that an IPC handle names its first byte. It is freed with the last tensor over it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate zeros. Raises `CudaRuntimeError` if the device has no `nbytes` bytes left."""
@@ -133,7 +133,7 @@ def _runtime() -> ctypes.CDLL:
 
 
 def bytes_beside_torch(device: torch.device) -> int | None:
-    """Return the bytes that this process holds on `device` beside torch's allocator, if the driver can say."""
+    """Return the bytes that this process holds on `device` outside torch's allocator, if the driver knows them."""
     try:
         import pynvml
     except ImportError:
@@ -149,6 +149,6 @@ def bytes_beside_torch(device: torch.device) -> int | None:
         return None
     finally:
         pynvml.nvmlShutdown()
-    if not used or used[0] is None:  # in a container, processes have other numbers than the driver's
+    if not used or used[0] is None:  # in a container, the driver knows processes by other ids
         return None
     return max(0, int(used[0]) - torch.cuda.memory_reserved(device))

@@ -22,11 +22,14 @@ Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 class Router:
     """The rule by which a layer chooses experts for a token and weighs them.
 
-    Logits become scores: `softmax` over all experts, `sigmoid` of each, or with `softmax_of_chosen` the logits
-    themselves. The `top_k` experts of the largest scores are chosen, to which a selection bias is added for choosing
-    only; of equal ones the lower expert. With groups, of consecutive experts, only the `top_groups` groups take part
-    whose two largest scores have the largest sums. An expert's weight is its score, or with `softmax_of_chosen` the
-    softmax over the chosen ones; then divided by their sum if `renormalise`; then times `scale`.
+    - Logits become scores: `softmax` over all experts, `sigmoid` of each, or with `softmax_of_chosen` the logits
+      themselves.
+    - The `top_k` experts with the largest scores are chosen; of equal ones the lower expert. For choosing only, a
+      selection bias is added to the scores.
+    - With groups of consecutive experts, only the `top_groups` groups take part whose two largest scores have the
+      largest sums.
+    - An expert's weight is its score, or with `softmax_of_chosen` the softmax over the chosen experts. It is divided by
+      the sum of the chosen ones if `renormalise`, and then multiplied by `scale`.
     """
 
     num_experts: int

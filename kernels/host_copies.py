@@ -1,6 +1,6 @@
 """Copies between the host and a device, in order on its current stream, that do not block the host.
 
-Torch keeps pinned memory until it is copied. Where the device is the host, these are views.
+Torch keeps page-locked memory alive until it is copied. If the device is the host, the results are views.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def download(tensor: Tensor) -> Tensor:
 def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     """Return new host memory, uint8 [num_bytes], that `device` copies from and to by itself.
 
-    Raises `RuntimeError` if it cannot be had. Torch keeps it for later calls when it is no longer used.
+    Raises `RuntimeError` if no such memory is left. Torch keeps it for later calls when it is no longer used.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 

@@ -1,4 +1,4 @@
-"""The interface of the kernels: it says what each function computes, and each kind of kernels is a module.
+"""The interface of the kernels. It defines what each function computes.
 
 Models use `Ops` alone. `kernels.cpu`, `kernels.triton_ops` and `kernels.reference` each implement all of it.
 Imports no torch, so that a model's file can be read without it.
@@ -61,21 +61,21 @@ class Ops(Protocol[Packed, Experts, Batch]):
 
     @property
     def rounding(self) -> str:
-        """Names how these kernels round, here: KV that others wrote may differ in its last bits."""
+        """Names how these kernels round on this machine. KV that other kernels wrote may differ in its last bits."""
 
     def set_num_threads(self, n: int, /) -> None:
         """Share the work of every function between `n` threads of the host, the calling one included."""
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Return a context inside which this thread's calls of other functions may wait, until the end at the latest.
+        """Return a context inside which this thread's calls of other functions may be deferred until its end.
 
-        Their results have no values yet, but may be passed on to further calls. All other arguments must live until the
-        end, and nobody else may read or write what the calls write, or write what they read. Raises what a call raises;
-        then none of the later ones has an effect.
+        Until then, results have no values, but may be passed to further calls. All other arguments must live until the
+        end. Meanwhile nothing else may write what the calls read, or read or write what they write. If a call raises an
+        error, the end of the context raises it, and later calls have no effect.
         """
 
     def keeps_codes(self, dtype: torch.dtype, /) -> bool:
-        """Return whether codes of matrices of `dtype` stay so in memory; otherwise they are unpacked."""
+        """Return whether quantized matrices of `dtype` stay codes in memory. Otherwise they are unpacked."""
 
     def pack_linear(
         self,
@@ -97,8 +97,8 @@ class Ops(Protocol[Packed, Experts, Batch]):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [M, K] / sqrt(mean(x^2) + eps) times weight [K].
 
-        With a weight of the dtype of `x`, quotient and product are both rounded to the dtype, as in Llama. With a
-        float32 weight and another dtype of `x`, only the product is rounded, as in Gemma. So do all norms below.
+        If `weight` has the dtype of `x`, quotient and product are both rounded to it, as in Llama. If only `weight` is
+        float32, only the product is rounded, as in Gemma. The norms below round in the same way.
         """
 
     def rms_norm_residual(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The `Ops` in plain torch, for any dtype and device: the results that fast kernels are compared with.
 
 Written to be read. Sums are kept in float32, or in float64 for float64 tensors; results are rounded to the tensors'
-dtype where a model in that dtype would store them. Unlike the fast kernels these are not batch-invariant to the bit:
-torch orders a sum by the shape of its operands.
+dtype where a model in that dtype would store them. Unlike the CPU's kernels, these are not batch-invariant: torch
+orders a sum by the shape of its operands.
 
 KV lies in the pool as the fast kernels' does, one layer block after the other, but inside a layer block in an order of
 its own: keys `[block_size, num_kv_heads, head_dim]`, then values `[block_size, num_kv_heads, v_head_dim]`. A pool is
@@ -292,7 +292,7 @@ def _multiply(x: Tensor, w: PackedLinear) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, head_dim] by cos and sin [T, half]: dimension i < half turns with dimension i + half."""
+    """Rotate x [T, heads, head_dim] by cos and sin [T, half]: dimension i < half together with dimension i + half."""
     half = cos.shape[-1]
     first, second, rest = x.to(cos.dtype).tensor_split([half, 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]

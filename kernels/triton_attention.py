@@ -1,9 +1,9 @@
 """Paged causal attention on a GPU: FlashAttention-2 (Dao 2023) for chunks of prompts, flash-decoding for single tokens.
 
-KV lies as `kernels/triton_layout.py` says. The heads that share a kv head are the rows of one matrix, so keys and
-values are read once for all of them. The keys of a single token, or of a short prompt after a long history, are split
-between several programs, and the results of these added up. Unlike the CPU's, results depend in their last bit on the
-other sequences of a step, which decide how keys are split.
+KV has the layout of `kernels/triton_layout.py`. The query heads that share a KV head are the rows of one matrix, so
+keys and values are read once for all of them. The keys of a single token, or of a short prompt after a long history,
+are split among several programs, whose results are then combined. The other sequences of a step decide how keys are
+split. So unlike the CPU's results, these depend on them in their last bits.
 """
 
 from __future__ import annotations

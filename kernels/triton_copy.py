@@ -1,11 +1,11 @@
 """Moves layer blocks between our own pool and peers' pools: every run of a layer in one launch.
 
-The same blocks move in all layers of a step, so their list is made once per step, on the host and for whole arrays at a
-time (`flatten_runs`), and goes to the device once, alone or with other lists (`pack_lists`). A launch names its list
-and adds the layer. It reads the length of the list on the device, because a CUDA graph replays the same launch for
-another step's list. The addresses of peers are kept as distances from our own pool, whatever allocation they belong to,
-so that runs of several links share the launch. Every address is a multiple of 16 bytes by construction: a thread moves
-16 at a time.
+The same blocks move in all layers of a step, so their list is made once per step, on the host (`flatten_runs`). It goes
+to the device once, alone or together with other lists (`pack_lists`). A launch names its list and the layer. It reads
+the length of the list on the device, because a CUDA graph replays the same launch with other steps' lists.
+
+Addresses in peers' pools are distances from the first byte of our own pool, so that runs of several links share a
+launch. A thread moves 16 bytes at a time, so every address is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ VECTOR_BYTES = 16
 """The bytes that one thread moves at a time; widths, pitches, offsets and distances are multiples of it."""
 
 HEADER_FIELDS = 2
-"""The header of a list, at the begin of the packed lists: the index of its first block, and how many it has."""
+"""The fields of a list's header: the index of its first block, and its number of blocks. All headers come first."""
 BLOCK_FIELDS = 3
-"""The fields of a block in a list, in units of `VECTOR_BYTES`: the peer and the local address of layer 0, as distances
-from the first byte of our pool, and how far apart the local addresses of two layers are (0 if staged)."""
+"""The fields of a block in a list: the peer's address of layer 0, the local address of layer 0, and the local distance
+from one layer to the next (0 if staged).
+
+Addresses count from the first byte of our pool, in units of `VECTOR_BYTES`.
+"""
 
 _WORDS_PER_VECTOR = VECTOR_BYTES // 4
 _MAX_TILE_BYTES = 32 << 10
@@ -85,10 +88,14 @@ def move_blocks(
 ) -> None:
     """Copy layer `layer` of every block in list `index`, from our pool to the peers or back, on the current stream.
 
-    pool uint8, flat: the whole of our own pool. packed: int64, lists of `pack_lists` on pool's device. `most_blocks`
-    are as many as the list may have, for the grid: it may have more, which takes longer. The blocks of one call must
-    not overlap. `max_programs` bounds the programs that share the work (each up to 16 warps, and 32 KiB in flight): a
-    multiprocessor that holds one computes nothing else until the list is done. 0: as many as the device holds at once.
+    The blocks of one call must not overlap.
+
+    Args:
+        pool: uint8, flat: the whole of our own pool.
+        packed: int64, lists of `pack_lists` on the pool's device.
+        most_blocks: The expected maximum of blocks in the list, which sizes the grid. More blocks take longer.
+        max_programs: The most programs that share the work, each with up to 16 warps and 32 KiB in flight. A
+            multiprocessor that holds one computes nothing else until the list is done. 0: as many as the device holds.
     """
     if not most_blocks:
         return

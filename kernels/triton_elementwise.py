@@ -20,7 +20,7 @@ from swiftkv.kernels.attention_spec import AttentionSpec
 from swiftkv.kernels.experts import SILU, GatedActivation
 from swiftkv.kernels.triton_layout import NO_BLOCK_JIT, key_offset, layer_block_index, layer_block_offset, layer_blocks
 
-_HEADS_TILE = 2048  # elements of q, k and v that one program turns and writes
+_HEADS_TILE = 2048  # elements of q, k and v that one program rotates and writes
 _GATED_TILE = 1024
 _ELEMENTS_PER_THREAD = 8  # 16 bytes of a 2-byte dtype
 
@@ -83,7 +83,7 @@ def rope_write_kv(
 
     qkv `[T, num_heads * head_dim + num_kv_heads * (head_dim + v_head_dim)]`, in which k and v stay unchanged;
     cos_sin float32 `[max_len, rotary_dim]`: cosines, then sines; the first `rotary_dim` dimensions of q and k are
-    turned, one half against the other; q_norm and k_norm `[head_dim]` for a norm of each head, or None for both;
+    rotated, one half with the other; q_norm and k_norm `[head_dim]` for a norm of each head, or None for both;
     pool uint8, flat, from the group's first byte on. Rounds to the dtype where transformers does: cosines and sines,
     each product, their sum. Nothing is written for a token whose entry is `NO_BLOCK`.
     """
@@ -232,7 +232,7 @@ def _rope_write_kv(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,  # heads of one program
     HALF_TILE: tl.constexpr,
-    REST_TILE: tl.constexpr,  # 0: all dimensions are turned
+    REST_TILE: tl.constexpr,  # 0: all dimensions are rotated
 ) -> None:
     dtype = x.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -255,7 +255,7 @@ def _rope_write_kv(
     second = _load_heads(x, source + HALF + half, exists & has_second)
     rest_dims = 2 * HALF + tl.arange(0, REST_TILE if REST_TILE else 1)[None, :]
     has_rest = rest_dims < size
-    rest = _load_heads(x, source + rest_dims, exists & has_rest)  # masked out where all is turned
+    rest = _load_heads(x, source + rest_dims, exists & has_rest)  # masked out where all is rotated
 
     turned_first, turned_second, turned_rest = first, second, rest
     if q_norm is not None:

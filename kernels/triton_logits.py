@@ -1,9 +1,9 @@
 """The logits of a vocabulary in runs of 64 tokens, and edges among them, found without a sort.
 
-One pass over the logits keeps the maximum and the sum of every run. The runs with the largest maxima then hold all the
-tokens above some logit, so that most questions about the largest logits read few of them again. An edge (the logit from
-which on there are a given number of tokens, or a given weight) is found by quartering the range of the logits' bits,
-which order as the logits do.
+One pass over the logits keeps the maximum and the sum of every run. The runs with the largest maxima hold all tokens
+above some logit, so questions about the largest logits usually read only these runs again. An edge is the logit from
+which upwards there are a given number of tokens, or tokens of a given weight. It is found by quartering the range of
+the logits' bits, which have the same order as the logits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The `Ops` of GPUs: torch's matrix products (cuBLAS), and Triton kernels for everything between.
 
-Activations are contiguous CUDA tensors of the weights' dtype, bfloat16 or float16. Results differ from those of
-`kernels/reference.py` where a matrix product is stored before the next stage reads it: then it is rounded to the dtype,
-as in transformers' models.
+Activations are contiguous CUDA tensors of the weights' dtype, bfloat16 or float16. Where a matrix product is stored
+before the next stage reads it, it is rounded to the dtype, as in transformers' models. There results differ from those
+of `kernels/reference.py`.
 """
 
 from __future__ import annotations

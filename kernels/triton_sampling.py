@@ -1,15 +1,14 @@
 """Draws tokens from logits on a GPU, without sorting a vocabulary and without waiting for the device.
 
-The stages and their meaning are those of `swiftkv/engine/sampler.py` (which are vLLM's): raw log-probabilities; minimum
-tokens, logit bias and penalties; temperature; min_p, top_k and top_p, where equal logits stay or go together; the draw,
-at the number in [0, 1) that (seed, position) alone decides, from the kept tokens in the order of their ids. Given equal
-logits the CPU's sampler and this one draw the same token, rounding at the edges apart.
+The stages and their meaning are those of `swiftkv/engine/sampler.py`, which are vLLM's: raw log-probabilities; minimum
+tokens, logit bias and penalties; temperature; min_p, top_k and top_p, where equal logits stay or go together; the draw.
+The draw takes a number in [0, 1) that depends on (seed, position) alone, and the kept tokens in the order of their ids.
+Given equal logits, the CPU's sampler and this one draw the same token, apart from rounding at the edges of filters.
 
 One pass over the logits keeps the maximum and the sum of every run of 64 tokens. One program per row does the rest from
-these, and reads few logits again: the runs with the largest maxima hold all the tokens above some logit. If those
-suffice (for a top_k up to 64, for a nucleus of that size and usually for one far larger), edges are searched among
-them, otherwise in the whole row: a logit's bits order as the logit does, so an edge is found by quartering the range of
-the bits. A row's outcome depends only on the row, bit for bit.
+these, and reads few logits again: the runs with the largest maxima hold all tokens above some logit. If those suffice,
+edges are searched among them, otherwise in the whole row (`kernels/triton_logits.py`). They suffice for a top_k up to
+64, for a nucleus of that size, and usually for a far larger one. A row's outcome depends only on the row, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class SlotParams:
     top_p: Tensor  # float64, 1: all
     min_p: Tensor  # float32, 0: all
     seeds: Tensor  # int64: the seed's 64 bits
-    is_penalised: Tensor  # bool; if false, the penalties mean nothing
+    is_penalised: Tensor  # bool; if false, the penalties below are not read
     presence: Tensor  # float32
     frequency: Tensor  # float32
     repetition: Tensor  # float32

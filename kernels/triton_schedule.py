@@ -1,13 +1,18 @@
 """The work list of one step's attention on a GPU, made on the host from the scheduler's arrays.
 
-There are two kinds of work. A sequence with many new tokens is cut into tiles of queries; if these are too few to fill
-the GPU, because a short prompt follows a long history, each tile is cut into parts of its keys. A sequence with one new
-token is cut into splits of its keys (flash-decoding), so that a few long sequences fill the GPU as well as many short
-ones do. A sequence with a few new tokens, such as a token and its draft, becomes that many sequences of one new token,
-which share their entries of the table: a CUDA graph of a decode step holds it, and keys that the first of them reads
-stay in the caches for the others. The host makes all lists, once per step and KV group, and copies them to the device
-together with the block table at once. So nothing here waits for the device, and the grids of the kernels follow from
-shapes alone.
+There are two kinds of work:
+
+- A sequence with many new tokens is cut into tiles of queries. If these are too few to fill the GPU, because a short
+  prompt follows a long history, each tile is cut into parts of its keys.
+- A sequence with one new token is cut into splits of its keys (flash-decoding), so that a few long sequences fill the
+  GPU as well as many short ones do.
+
+A sequence with a few new tokens, such as a token and its draft, becomes that many sequences of one new token, which
+share their entries of the table. So a CUDA graph of a decode step can hold it, and keys that the first of them reads
+stay in the caches for the others.
+
+The host makes all lists once per step and KV group, and copies them to the device together with the block table. So
+nothing here waits for the device, and the grids of the kernels follow from shapes alone.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ _MIN_PART_TILES = 4  # tiles of keys: a part's result is as many bytes as one ti
 _PART_ROUNDS = 2  # rounds of parts: prompts of different lengths then end at about the same time
 
 MAX_DECODE_TOKENS = 8
-"""The most new tokens of a sequence of which each is computed as a sequence of its own. Not measured on a GPU yet."""
+"""The most new tokens of a sequence that are each computed as a sequence of their own. Not measured on a GPU yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +132,9 @@ def decode_tiling(spec: AttentionSpec, limits: DeviceLimits = H100) -> Tiling:
 
 
 def shared_bytes(spec: AttentionSpec, tiling: Tiling, limits: DeviceLimits) -> int:
-    """Return about the bytes of shared memory that a program takes: for queries, and for keys and values in flight.
+    """Return roughly the bytes of shared memory that a program takes: for queries, and for keys and values in flight.
 
-    If products are computed from registers, the tile in use is in these.
+    If products are computed from registers, the tile in use is in registers and does not count.
     """
     width, value_width = (max(16, _padded(dim)) for dim in (spec.head_dim, spec.value_head_dim))
     from_registers = tiling.rows < 64 or not (tiling.by_rectangles or limits.multiplies_from_shared_memory)
@@ -260,7 +265,7 @@ def _with_absent(sequences: _Sequences, count: int) -> _Sequences:
 def _tiles(
     spec: AttentionSpec, tiling: Tiling, sequences: _Sequences, limits: DeviceLimits
 ) -> tuple[_Int32Array, _Int32Array]:
-    """Return tiles [P, TILE_FIELDS], those with most keys first, so that the last to run are short, and their merges.
+    """Return tiles [P, TILE_FIELDS] and their merges. Tiles with most keys come first, so that the last ones are short.
 
     If the tiles of all kv heads are fewer than run in two rounds, their keys are cut into parts of about one length, so
     that there are about enough for two rounds.

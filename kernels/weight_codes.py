@@ -1,4 +1,4 @@
-"""Matrices as codes of four or eight bits, as quantized checkpoints have them. Kernels may keep them so in memory.
+"""Matrices as codes of four or eight bits, as quantized checkpoints have them. Kernels may keep the codes in memory.
 
 Imports no torch.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 MXFP4_GROUP = 32
 """Inputs that share a factor in MXFP4."""
 KERNEL_GROUPS = (128, 64, 32)
-"""The numbers of inputs of a group that kernels take, the best one first."""
+"""The group sizes, in inputs, that kernels take, the best one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """The values that codes mean, which are smaller than their number."""
+    """The meaning of codes: code `i` stands for `values[i]`."""
 
     kind: Literal["four_bits", "int8", "fp8"]
     values: tuple[float, ...]
@@ -50,12 +50,12 @@ FP8 = Coding("fp8", _fp8_values())
 
 
 def kernel_group_size(group_size: int) -> int | None:
-    """Return the size of the parts in which kernels take a group of inputs; `None` if they do not take it."""
+    """Return the size of the parts into which kernels divide a group of inputs; `None` if they cannot."""
     return next((size for size in KERNEL_GROUPS if group_size % size == 0), None)
 
 
 def coded_bytes(shape: tuple[int, int], bits: int, group_size: int, *, has_zeros: bool) -> int:
-    """Return the bytes that a matrix takes packed: codes, and for each group a float32 and perhaps a zero."""
+    """Return the bytes of a packed matrix: its codes, and for each group a float32 factor and perhaps a zero."""
     rows, columns = shape
     return rows * columns * bits // 8 + rows * (columns // group_size) * (4 + has_zeros)
 

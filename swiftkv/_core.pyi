@@ -104,7 +104,7 @@ class GroupStats:
 class GroupDemand:
     """The blocks that requests want of one KV group. Peaks are since `take_demand` was last called.
 
-    Where groups share extents, the demand of the first one is that of all, and the others have none.
+    If groups share extents, the first group has the demand of all, and the others have none.
     """
 
     total_peak: Final[int]
@@ -142,8 +142,8 @@ class SchedulerStats:
 class QueuedPrompt:
     """A prompt whose request has no token yet.
 
-    The engine has all but `num_left` of its tokens in its cache. Of these, `num_coming` will be cached once other
-    waiting requests have begun; the rest must be computed.
+    `num_left` of its tokens are not in the engine's cache. Of these, `num_coming` will be cached when other waiting
+    requests have begun, and the rest must be computed.
     """
 
     num_tokens: Final[float]
@@ -178,7 +178,7 @@ class PromptPace:
         """Return the seconds that a prompt takes, without the overhead of its steps."""
 
     def steps(self, prompt: QueuedPrompt, work_s: float) -> float:
-        """Return how many steps, as a fraction, a prompt fills whose work takes `work_s`."""
+        """Return the number of steps, which may be a fraction, that a prompt fills if its work takes `work_s`."""
 
     def computing_s(self, prompt: QueuedPrompt) -> float:
         """Return the seconds that an uninterrupted prompt takes."""
@@ -230,7 +230,7 @@ class PromptQueue:
         """Return the part of a wait of `wait_s` that later prompts will take, if they come at the recent rate."""
 
     def end_of_class(self, priority: int) -> float:
-        """Return the priority from which on running requests, being of lower classes, give way to a prompt."""
+        """Return the first priority beyond the class of `priority`. Running requests from there on give way to it."""
 
 class ForecastErrors:
     """The errors of the latest 512 forecasts of the time to the first token.
@@ -264,17 +264,17 @@ class StepWork:
     def add_row(self, begin: int, num_tokens: int, num_guesses: int = 0) -> None:
         """Add a row of `num_tokens` tokens after the first `begin` of its sequence.
 
-        One token with guesses at the next ones counts as so many rows of one token, whose keys and values are read
-        once.
+        A token with guesses at the next ones counts as that many rows of one token, but their keys and values are read
+        only once.
         """
 
 class StepTime:
     """Predicts the time of a step from its work: a sum of six terms, fitted to measured steps.
 
     The fit is by least squares of relative errors, with no coefficient below 0. Steps with prompts and steps of decodes
-    alone count alike, and the latest 100 of each count most. The terms of tokens, rows and the step are then multiplied
-    by a ratio, which depends on the number of tokens: it is what the latest steps with about as many took, divided by
-    what the fit says. Steps of decodes alone also go by the latest few of their kind.
+    alone have the same weight in sum, and the latest 100 of each weigh most. The terms of tokens, rows and the step are
+    then multiplied by a ratio that depends on the number of tokens: the measured time of the latest steps with about as
+    many tokens, divided by what the fit says. Steps of decodes alone are also scaled by the latest few of their kind.
     """
 
     def __init__(self, coefficients: list[float] = ..., token_ratios: list[float] = ...) -> None:
@@ -319,14 +319,14 @@ class StepTime:
         """The ratios that go with `usual_coefficients`"""
 
 class StepPlan:
-    """One step: T tokens of S sequences, R of which need a successor. Arrays are views that keep the plan alive.
+    """One step: T tokens of S sequences, after R of which it samples. Arrays are views that keep the plan alive.
 
-    If blocks are borrowed, or groups share extents, a plan may have no token at all and only copies.
+    If blocks are borrowed, or groups share extents, a plan may have no tokens and only copies.
     """
 
     @property
     def token_ids(self) -> Int32Array:
-        """[T] a token id, or ~slot: the token that the previous step samples for that slot"""
+        """[T] token ids; below 0 it is ~slot, for the token that the previous step samples for that slot"""
     @property
     def has_unknown_tokens(self) -> bool: ...
     @property
@@ -343,7 +343,7 @@ class StepPlan:
         """[S]"""
     @property
     def row_slots(self) -> Int32Array:
-        """[S] the slot of each request as long as it runs; after a preemption a request may get another"""
+        """[S] the slot of each request. It stays the same until the request ends or is preempted."""
     @property
     def stream_tables(self) -> list[list[Int32Array]]:
         """[buffer][group] [sum of blocks]: the layer-block index of layer 0 of each block, or NO_BLOCK.
@@ -359,11 +359,14 @@ class StepPlan:
     def copies(self, group: int, kind: Literal["spill", "load", "store"], buffer: int = 0) -> Int64Array:
         """Return [R, 5] runs of one group: link, peer_offset_bytes, local_offset_bytes, count, staged.
 
-        A run copies `count` layer blocks of layer 0. The peer's lie one block apart, those of layer l further on by l
-        layer blocks. So do local ones, unless they are staged: then they lie side by side, at one address for every
-        layer. Spills go to peers before any of the layer's KV is written here, loads come before it is written or read,
-        stores go to peers once it is written. Raises IndexError for a group or a buffer that the step does not have,
-        ValueError for another kind.
+        A run copies `count` layer blocks of layer 0. In the peer's pool, they lie one block apart, and those of layer l
+        lie l layer blocks further on. The same holds in our pool, unless they are staged: then they are contiguous, at
+        the same address for every layer.
+
+        Spills go to peers before any of the layer's KV is written here. Loads come before it is written or read. Stores
+        go to peers once it is written.
+
+        Raises IndexError for a group or a buffer that the step does not have, ValueError for another kind.
         """
     @property
     def table_starts(self) -> list[Int32Array]:
@@ -373,7 +376,7 @@ class StepPlan:
         """[M, 3] group, block, new place: whole blocks to copy within the pool before anything else, in order"""
     @property
     def logits_rows(self) -> Int32Array:
-        """[R] rows of T whose successor is sampled: the last known token of a sequence, and each of its draft"""
+        """[R] rows of T after which a token is sampled: a sequence's last known token, and each token of its draft"""
     @property
     def logits_seqs(self) -> Int32Array:
         """[R] the sequence, of S, that each row belongs to"""
@@ -405,7 +408,7 @@ class StepPlan:
         """[M, 2] the begin and end of the blocks that each one skips"""
     @property
     def preempted_request_ids(self) -> UInt64Array:
-        """[P] requests that wait again; they will be computed anew, but keep their sampled tokens"""
+        """[P] requests that wait again. They keep their sampled tokens, but their KV must be computed again."""
 
 class StepResult:
     """R rows, one per row of the plan's logits_rows, and S sequences, those of the plan, both in the plan's order."""
@@ -418,9 +421,15 @@ class StepResult:
         """[R]"""
     @property
     def finish_reasons(self) -> UInt8Array:
-        """[R] 0 running, 1 stop (the token is in stop_token_ids), 2 length, 3 aborted since schedule(): ignore it,
-        4 dropped: a lender died, ignore the token, the request goes on, 5 broken: there was no token, the request ends,
-        6 rejected: ignore the token, it was sampled after a wrong guess, or after the one that ended its request
+        """[R] the state of the request after each token. From 3 on, the token does not count.
+
+        - 0 running
+        - 1 stop: the token is in `stop_token_ids`
+        - 2 length
+        - 3 aborted, since `schedule`
+        - 4 dropped: a lender died; the request goes on
+        - 5 broken: there was no token; the request ends
+        - 6 rejected: the token was sampled after a wrong guess, or after the token that ended the request
         """
     @property
     def counts(self) -> UInt8Array:
@@ -465,13 +474,13 @@ class Scheduler:
         `priority` by arrival, `spf` by the tokens left to compute, `hrrn` by the waiting time in relation to these
         tokens, `turns` by the tokens left to compute and by arrival in turns, `deadline` by the earliest deadline.
 
-        With `num_speculative_tokens`, requests get drafts of up to so many tokens, copied from where their last tokens,
-        `prompt_lookup_min` of them and up to `prompt_lookup_max`, occurred before. A draft is as long as it pays: each
-        guess must be right more often, as the request's latest guesses were, than the part of a step's time that it
-        takes.
+        With `num_speculative_tokens`, requests get drafts of up to that many tokens. They are copied from a place where
+        the request's last tokens, from `prompt_lookup_min` to `prompt_lookup_max` of them, occurred before. A draft has
+        only guesses that pay: judged by the request's latest guesses, each must be right more often than the part of a
+        step's time that it takes.
 
-        Raises ValueError, also if a group has too few blocks for one sequence of `max_model_len` tokens even when
-        all links lend all they can."""
+        Raises ValueError for sizes that cannot work, for example if a group has too few blocks for one sequence of
+        `max_model_len` tokens even when all links lend all they can."""
 
     def add_request(
         self,
@@ -520,9 +529,10 @@ class Scheduler:
         """
 
     def commit(self, sampled: Int32Array, duration_s: float = 0.0) -> StepResult:
-        """End the oldest step in progress, whose KV is written. `sampled` has a token for each of its logits_rows, or a
-        number below 0 if there is none: then the request ends, and the step's KV for it is not kept. `duration_s` is
-        the step's duration; 0: unknown.
+        """End the oldest step in progress, whose KV is written.
+
+        `sampled` has a token for each of its `logits_rows`. Below 0, there is no token: the request ends, and the
+        step's KV for it is not kept. `duration_s` is the step's duration; 0: unknown.
 
         Raises ValueError if the number of tokens is wrong, RuntimeError if no step is in progress.
         """
@@ -530,11 +540,11 @@ class Scheduler:
     def abandon(self) -> None:
         """Give up the only step in progress, instead of `commit`, because its copies failed.
 
-        Its results do not count, and its requests start over.
+        Its results are discarded, and its requests are computed again.
         """
 
     def starved(self, now_s: float, max_wait_s: float) -> list[int]:
-        """Return the requests that have waited `max_wait_s` for memory that they would not get even if alone."""
+        """Return the requests that have waited `max_wait_s` for memory that they would not get even alone."""
 
     def lend(self, link: int, max_extents: int) -> Int32Array:
         """Take up to `max_extents` out of the pool; cached blocks in them are forgotten, used ones stay.
@@ -546,7 +556,7 @@ class Scheduler:
         """Put extents that came home back into the pool as free blocks."""
 
     def take_demand(self) -> list[GroupDemand]:
-        """Return the demand of each KV group; its peaks start anew."""
+        """Return the demand of each KV group, and reset its peaks."""
 
     def is_short(self) -> bool:
         """Return whether requests want more blocks of some group than there are, while some of its blocks are lent."""
@@ -574,13 +584,15 @@ class Scheduler:
         """Note that the bytes have come, or never will; `blocks` are those of one `begin_loading`."""
 
     def set_write_policy(self, write_policy: WritePolicy | Literal["never"]) -> None:
-        """Offer blocks to storage from now on: all committed blocks, those that another request has found, or those
-        that are evicted next.
+        """Set the blocks that are offered to storage from now on.
 
-        Sliding-window groups offer only the tails of kept boundaries. With `write_through` all present blocks are
-        offered, too, the last used first; `never` takes every offer back. `write_back` offers nothing before
-        `take_offers` asks: then it offers blocks in the order of eviction, as many as must be stored for a quarter of
-        each group's blocks to be free or stored.
+        - `write_through`: every committed block; also all present blocks now, the last used first.
+        - `write_through_selective`: every block that another request has found.
+        - `write_back`: the blocks that are evicted next, but only when `take_offers` asks. It offers as many as must be
+          stored for a quarter of each group's blocks to be free or stored.
+        - `never`: none; every offer is taken back.
+
+        Sliding-window groups offer only the tails of kept boundaries.
         """
 
     def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:
@@ -606,8 +618,8 @@ class Scheduler:
 
     def let_go(self, request_id: int) -> None: ...
     def look_up(self, request_id: int) -> tuple[bytes, UInt8Array, int]:
-        """Return the keys of the K blocks that a waiting request could find, which of them are in the pools
-        ([K * groups]), and how many of them it could use now.
+        """Return the keys of the K blocks that a waiting request could find, whether each is in the pools
+        ([K * groups]), and how many leading blocks it could use now.
         """
 
     def prefill_s(self, begin: int, end: int) -> float | None:
@@ -620,20 +632,23 @@ class Scheduler:
         """Return the seconds since a block was evicted; `None` if it was not, or the eviction is forgotten."""
 
     def loadable(self, request_id: int, is_stored: UInt8Array, max_blocks: int) -> int:
-        """Return how many blocks a waiting request could use with those in storage, `is_stored` ([K * groups]), and
-        those in the pools; at most `max_blocks`, and as many as the local pool can hold. Raises ValueError if
-        `is_stored` has the wrong length.
+        """Return how many leading blocks a waiting request could use, from the pools and from storage together.
+
+        `is_stored` ([K * groups]) says which blocks storage has. The result is at most `max_blocks`, and no more than
+        the local pool can hold. Raises ValueError if `is_stored` has the wrong length.
         """
 
     def begin_load(
         self, request_id: int, num_blocks: int, first: int = 0
     ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
-        """Take room for the missing ones of a waiting request's blocks `first` to `num_blocks`.
+        """Take a block for each of a waiting request's blocks `first` to `num_blocks` that is missing.
 
         Other cached blocks are evicted for them. Room is left for the blocks before `first`, which are computed.
-        Return for each the index of its key, its group, its number, and the offset of its bytes in the pool. Return
-        none if there is no room or nothing to load, while a running request waits for the room of loading blocks, and
-        while a step in progress copies blocks. Requests that would find these blocks wait for them.
+        Requests that would find the new blocks wait for them.
+
+        Return for each block the index of its key, its group, its number, and the offset of its bytes in the pool.
+        Return none if there is no room or nothing to load, while a running request waits for the room of loading
+        blocks, and while a step in progress copies blocks.
         """
 
     @property

@@ -1,6 +1,6 @@
 """One engine's part in leases: the side that lends, the side that borrows, and the coordinator of both.
 
-Engines, simulations and tests differ in how they publish and reach pools, and connect. Everything else is here.
+Engines, simulations and tests connect, publish pools and reach them in different ways. Everything else is here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_party(
     """Make the roles that `spec` names. The other arguments are those of `Lender` and `Borrower`.
 
     `wake_engine` is called when the engine has something to do for lending, and when the coordinator ends.
-    `other_pids` are the engine's other processes, which copy as this one does.
+    `other_pids` are the engine's other processes, which also copy to and from lent memory.
     """
     me = Identity.of_this_process(name, other_pids)
     lender = borrower = None

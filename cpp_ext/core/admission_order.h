@@ -9,24 +9,24 @@
 
 namespace swiftkv {
 
-// When waiting requests are compared, and whose turn it is then under `turns`.
+// The moment at which waiting requests are compared, and whose turn it is then under the policy `turns`.
 struct Moment {
     double now_s;
     bool is_turn_of_oldest = false;
 };
 
-// Lets the request that waits longest take turns with the shortest ones, so that both get as many tokens computed. Then
-// nobody waits much longer than twice as long as by arrival.
+// Alternates between the request that has waited longest and the shortest ones, so that both get equally many tokens
+// computed. No request then waits much longer than twice its wait in order of arrival.
 class Turns {
   public:
     Moment at(double now_s) const { return {now_s, oldest_lack_tokens_ > 0}; }
-    // Notes that a request was admitted of which so many tokens must be computed.
+    // Notes that a request with `num_tokens` tokens left to compute was admitted.
     void take(const Moment& moment, int num_tokens) {
         oldest_lack_tokens_ += moment.is_turn_of_oldest ? -num_tokens : num_tokens;
     }
 
   private:
-    int64_t oldest_lack_tokens_ = 0;  // how many more tokens the shortest requests got
+    int64_t oldest_lack_tokens_ = 0;  // how many tokens fewer the oldest requests got than the shortest ones
 };
 
 // Orders requests of equal priority; a lower priority always goes first. The order within a lane does not change with

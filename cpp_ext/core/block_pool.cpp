@@ -90,10 +90,10 @@ void BlockPool::count_extents(BlockId local, BlockState state, int by) {
     for (LendLink& lend : lend_links_) {
         const int extent = local / lend.link.blocks_per_extent;
         if (extent >= lend.link.num_extents) continue;
-        const bool was_clean = lend.num_pinned[extent] == 0 && lend.num_cached[extent] == 0;
-        if (!is_reclaimable(state)) lend.num_pinned[extent] += by;
+        const bool was_clean = lend.num_occupied[extent] == 0 && lend.num_cached[extent] == 0;
+        if (!is_reclaimable(state)) lend.num_occupied[extent] += by;
         if (state == BlockState::kCached) lend.num_cached[extent] += by;
-        const bool is_clean = lend.num_pinned[extent] == 0 && lend.num_cached[extent] == 0;
+        const bool is_clean = lend.num_occupied[extent] == 0 && lend.num_cached[extent] == 0;
         if (is_clean && !was_clean) lend.clean.insert(extent);
         if (was_clean && !is_clean) lend.clean.erase(extent);
     }

@@ -15,7 +15,7 @@
 namespace swiftkv {
 
 enum class BlockState : uint8_t {
-    kAbsent,    // its extent is not held: the lender has it or, if it is local, another group or none
+    kAbsent,    // its extent is not held: the lender has it; if it is local, another KV group has it, or none
     kFree,      // its bytes are not needed
     kUsed,      // running requests hold references to it (it may be in the prefix index too)
     kCached,    // in the prefix index, and no request holds it; evicted by worth, then in least-recently-used order
@@ -56,9 +56,9 @@ class BlockPool {
     // recalled extent.
     int available(Place place) const { return num_free(place) + num_cached(place); }
 
-    // A number that grows whenever an allocation may succeed that failed before.
+    // A counter that grows whenever an allocation that failed before may succeed.
     int64_t num_room_changes() const { return num_room_changes_; }
-    // Grows whenever a block changes its state, or an extent ceases to be held or kept.
+    // A counter that grows whenever a block changes its state, or an extent ceases to be held or kept.
     int64_t num_moves() const { return num_moves_; }
 
     // The number of blocks in a state, over all places whose blocks are staged.
@@ -89,8 +89,8 @@ class BlockPool {
     void add_ref(BlockId block);
     // Removes a holder. After the last one the block is cached (or leaving) if the prefix index knows it, else free.
     void drop_ref(BlockId block);
-    // Undoes the last add_ref(): a block that was cached gets its old place in the order of eviction. To undo several,
-    // begin with the last one; nothing else may have changed since.
+    // Undoes the last add_ref(): a block that was cached gets back its place in the order of eviction. Several are
+    // undone from the last to the first. Nothing else may have changed since.
     void undo_ref(BlockId block);
     // Removes a holder while steps in progress may still use the block: after the last one it is in flight until they
     // settle.
@@ -114,8 +114,8 @@ class BlockPool {
     void set_node(BlockId block, NodeId node) { record(block).node = node; }
     int refs(BlockId block) const { return record(block).refs; }
     Worth worth(BlockId block) const { return record(block).worth; }
-    // Changes the worth of a block. A cached block that is worth less than before becomes the first of its new worth to
-    // be evicted. With `is_seen`, see_next() may leave it out.
+    // Changes the worth of a block. A cached block whose worth falls is evicted before all others of its new worth.
+    // With `is_seen`, see_next() may leave it out.
     void set_worth(BlockId block, Worth worth, bool is_seen = false);
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
@@ -135,7 +135,7 @@ class BlockPool {
         }
     }
 
-    // Calls see(block) for the first `most` of these blocks in the same order, except those that it has already seen
+    // Looks at the first `most` cached blocks in the same order, and calls see(block) for those that it has not seen
     // since they were cached. Ends when see() returns false; that block does not count as seen.
     template <class See>
     void see_next(int most, See&& see) {
@@ -151,7 +151,7 @@ class BlockPool {
             }
         }
     }
-    // Makes see_next() begin anew.
+    // Makes see_next() call see() for all blocks again.
     void forget_seen();
 
     // ---- a house: local extents that groups share ----
@@ -162,18 +162,18 @@ class BlockPool {
     int num_open() const { return num_open_; }
     bool is_open(ExtentId extent) const {
         const HouseExtent& held = house_extents_[extent];
-        return held.is_held && held.num_pinned == 0 && held.num_kept == 0;
+        return held.is_held && held.num_occupied == 0 && held.num_kept == 0;
     }
     // Keeps the block's extent with the group until the step that is being planned settles: the step reads the block's
     // bytes while its layers run, even if the block has another holder by then.
     void keep_extent_of(BlockId local);
     // The number of used blocks of an extent if only they keep it from other groups; else 0.
     int num_used_alone(ExtentId extent) const;
-    // Returns the last cached block of the oldest open extent: the extent whose last cached block is evicted before
-    // that of any other. kNone if no extent is open.
+    // Returns the last cached block of the oldest open extent. The oldest is the one whose last cached block is evicted
+    // first. kNone if no extent is open.
     BlockId last_of_oldest_open() const;
-    // These return the lowest free block, and the cached block that is evicted first, among extents that hold used or
-    // otherwise busy blocks, without `extent`.
+    // Return the lowest free block, and the cached block that is evicted first, in extents with used or otherwise busy
+    // blocks, other than `extent`.
     BlockId free_beside_used(ExtentId extent) const;
     BlockId oldest_cached_beside_used(ExtentId extent) const;
     ExtentId house_extent(BlockId local) const { return local / tenancy_.blocks_per_extent; }
@@ -211,7 +211,8 @@ class BlockPool {
     void check_not_held(int borrow_link, std::span<const ExtentId> extents) const;
     void check_held(int borrow_link, std::span<const ExtentId> extents) const;
     void borrow(int borrow_link, int extent) noexcept;
-    // Ends allocation in the extent: its free blocks are given up, now and later, and its cached ones become leaving.
+    // Ends allocation in the extent: its free blocks are given up, and so is each block that is freed later. Its cached
+    // blocks become leaving.
     void recall(int borrow_link, int extent) noexcept;
     // Recalls all extents of a link whose lender is gone; they are not returned.
     void lose(int borrow_link) noexcept;
@@ -222,7 +223,7 @@ class BlockPool {
     int num_held() const { return num_held_blocks_; }
     bool is_leaving(BlockId block) const;  // whether it is in an extent that is recalled or lost
     bool is_lost(BlockId block) const;
-    // These call visit(block) for every block that is not absent: of recalled and lost extents, or of one link's.
+    // Call visit(block) for every block that is not absent, in recalled and lost extents, or in those of one link.
     void for_each_leaving(const std::function<void(BlockId)>& visit) const;
     void for_each_of_link(int borrow_link, const std::function<void(BlockId)>& visit) const;
     // The link of a borrowed block, and the offset of its bytes in the lender's pool.
@@ -246,8 +247,8 @@ class BlockPool {
         uint8_t list = 0;        // the list of cached blocks that it is in, or was in last
         bool is_seen = false;    // whether see_next() has seen it in that list
         uint32_t cached_at = 0;  // the pool's clock when it was cached last
-        int64_t busy_until = 0;  // the number, from 1, of the last step that may read or write it: until that settles,
-                                 // a block without holders is in flight
+        int64_t busy_until = 0;  // the number, from 1, of the last step that may read or write it; a block without
+                                 // holders is in flight until that step settles
     };
     // The cached blocks of one place and one worth, in a circular list. The first ones have been seen by see_next().
     struct CachedList {
@@ -256,13 +257,13 @@ class BlockPool {
     };
     struct LendLink {
         Link link;
-        std::vector<int> num_pinned, num_cached;  // per extent: blocks neither free nor cached; cached blocks
-        FreeSet clean;                            // the extents whose blocks are all free
-        std::vector<bool> is_lent;                // per extent; another link may lend the same blocks
+        std::vector<int> num_occupied, num_cached;  // per extent: blocks neither free nor cached; cached blocks
+        FreeSet clean;                              // the extents whose blocks are all free
+        std::vector<bool> is_lent;                  // per extent; another link may lend the same blocks
     };
     struct HouseExtent {
-        int num_pinned = 0, num_cached = 0;  // blocks neither absent nor free nor cached; cached blocks
-        int num_kept = 0;                    // calls of keep_extent_of() for steps that have not settled
+        int num_occupied = 0, num_cached = 0;  // blocks neither absent nor free nor cached; cached blocks
+        int num_kept = 0;                      // calls of keep_extent_of() for steps that have not settled
         bool is_held = false;
     };
     struct KeptExtent {
@@ -289,7 +290,7 @@ class BlockPool {
     void release(BlockId block);  // makes it free, or absent if its extent is leaving
     void count_extents(BlockId local, BlockState state, int by);
     bool is_beside_used(BlockId local, ExtentId not_in) const {
-        return house_extent(local) != not_in && house_extents_[house_extent(local)].num_pinned > 0;
+        return house_extent(local) != not_in && house_extents_[house_extent(local)].num_occupied > 0;
     }
     void count_in_house(BlockId local, BlockState before, BlockState after);
     void leave(ExtentId extent);

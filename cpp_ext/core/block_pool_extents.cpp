@@ -11,12 +11,12 @@ namespace swiftkv {
 
 // Updates the counts of the block's extent. An extent whose blocks are all free goes back to the house.
 void BlockPool::count_in_house(BlockId local, BlockState before, BlockState after) {
-    const auto is_pinned = [](BlockState state) {
+    const auto is_occupied = [](BlockState state) {
         return state != BlockState::kFree && state != BlockState::kCached && state != BlockState::kAbsent;
     };
     HouseExtent& extent = house_extents_[house_extent(local)];
     const bool was_open = is_open(house_extent(local));
-    extent.num_pinned += is_pinned(after) - is_pinned(before);
+    extent.num_occupied += is_occupied(after) - is_occupied(before);
     extent.num_cached += (after == BlockState::kCached) - (before == BlockState::kCached);
     const bool opens = is_open(house_extent(local)) && !was_open;
     num_open_ += is_open(house_extent(local)) - was_open;
@@ -27,7 +27,7 @@ void BlockPool::count_in_house(BlockId local, BlockState before, BlockState afte
 
 bool BlockPool::is_empty(ExtentId extent) const {
     const HouseExtent& held = house_extents_[extent];
-    return held.num_pinned + held.num_cached + held.num_kept == 0;
+    return held.num_occupied + held.num_cached + held.num_kept == 0;
 }
 
 void BlockPool::keep_extent_of(BlockId local) {
@@ -60,7 +60,7 @@ int BlockPool::num_used_alone(ExtentId extent) const {
         if (is_busy(b)) return 0;
         num_used += state(b) == BlockState::kUsed;
     }
-    return num_used == held.num_pinned ? num_used : 0;
+    return num_used == held.num_occupied ? num_used : 0;
 }
 
 void BlockPool::enter(ExtentId extent) {
@@ -132,7 +132,7 @@ std::vector<int> BlockPool::lendable(int lend_link, int max_extents, bool or_cac
         for (BlockId b = records_[end].newer; b != end && static_cast<int>(found.size()) < max_extents;
              b = records_[b].newer) {
             const int extent = b / lend.link.blocks_per_extent;
-            if (extent >= lend.link.num_extents || lend.num_pinned[extent] > 0 || is_found[extent]) continue;
+            if (extent >= lend.link.num_extents || lend.num_occupied[extent] > 0 || is_found[extent]) continue;
             is_found[extent] = true;
             found.push_back(extent);
         }

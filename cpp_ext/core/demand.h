@@ -24,7 +24,7 @@ class Demand {
     void note(int num_running);
     // Raises the length of the longest request.
     void note_length(const Request& request);
-    // Returns the demand of every group, and starts the peaks anew.
+    // Returns the demand of every group, and resets the peaks.
     std::vector<GroupDemand> take(int num_running);
     // Whether some group has a shortfall while blocks of it are lent.
     bool is_short(int num_running) const;

@@ -9,8 +9,8 @@ namespace swiftkv {
 
 // Counts what each flow (the requests of one tenant) has had, with virtual token counters (VTC, arXiv 2401.00588). A
 // computed prompt token counts 1 and an answer token 2, each divided by the flow's weight. Of the waiting flows, the
-// one with the least goes first. Flows within a slack of it count as equal, so that the policy orders their requests
-// and can put together those that share a prefix.
+// one with the lowest counter goes first. Flows within a slack of it count as equal, so that the policy orders their
+// requests, and can put requests with the same prefix together.
 class FairShare {
   public:
     static constexpr int kMaxFlows = 1024;
@@ -31,12 +31,12 @@ class FairShare {
     int64_t counter(int flow) const { return flows_[flow].counter; }
 
     void charge_prompt(int flow, int num_tokens) { charge(flow, num_tokens); }
-    // Takes back a part of a charge: so many tokens of a prompt are not computed after all.
+    // Takes back a part of a charge: `num_tokens` tokens of a prompt are not computed after all.
     void refund_prompt(int flow, int num_tokens) { charge(flow, -num_tokens); }
     void charge_answer(int flow, int num_tokens) { charge(flow, kAnswerWeight * num_tokens); }
-    // Notes that a flow begins to wait beside others whose least counter is `least`. It may be behind them by a credit
-    // at most: so a flow that sends less than its share now and then does not wait for one that always sends more, but
-    // it cannot make up for idle hours.
+    // Notes that a flow begins to wait beside others whose lowest counter is `least`, and raises its counter to at most
+    // one credit below theirs. So a flow that now and then sends less than its share goes before a flow that always
+    // sends more, but no flow can save up its share over idle hours.
     void begin_waiting(int flow, int64_t least) {
         level_ = std::max(level_, least);
         flows_[flow].counter = std::max(flows_[flow].counter, level_ - credit_);

@@ -84,16 +84,16 @@ void BlockPool::check_cached_lists() const {
 
 void BlockPool::check_lend_link(const LendLink& lend) const {
     for (int extent = 0; extent < lend.link.num_extents; ++extent) {
-        int pinned = 0, cached = 0, lent = 0;
+        int occupied = 0, cached = 0, lent = 0;
         for (int i = 0; i < lend.link.blocks_per_extent; ++i) {
             const BlockState s = state(extent * lend.link.blocks_per_extent + i);
-            pinned += s != BlockState::kFree && s != BlockState::kCached;
+            occupied += s != BlockState::kFree && s != BlockState::kCached;
             cached += s == BlockState::kCached;
             lent += s == BlockState::kLent;
         }
-        check_that(pinned == lend.num_pinned[extent] && cached == lend.num_cached[extent],
+        check_that(occupied == lend.num_occupied[extent] && cached == lend.num_cached[extent],
                    "the blocks of an extent are counted");
-        check_that(lend.clean.contains(extent) == (pinned + cached == 0), "clean extents are listed");
+        check_that(lend.clean.contains(extent) == (occupied + cached == 0), "clean extents are listed");
         check_that(!lend.is_lent[extent] || lent == lend.link.blocks_per_extent, "an extent is lent whole");
     }
 }
@@ -126,9 +126,10 @@ void BlockPool::check_house() const {
             cached += s == BlockState::kCached;
             absent += s == BlockState::kAbsent;
         }
-        const int pinned = house_extent_blocks() - free - cached - absent;
+        const int occupied = house_extent_blocks() - free - cached - absent;
         const HouseExtent& counted = house_extents_[extent];
-        check_that(pinned == counted.num_pinned && cached == counted.num_cached, "the extents of a house are counted");
+        check_that(occupied == counted.num_occupied && cached == counted.num_cached,
+                   "the extents of a house are counted");
         check_that(absent == (counted.is_held ? 0 : house_extent_blocks()),
                    "a group has all blocks of an extent or none");
         check_that(free < house_extent_blocks() || counted.num_kept > 0, "an extent that holds nothing has no owner");
@@ -136,7 +137,7 @@ void BlockPool::check_house() const {
         const auto is_here = [&](const KeptExtent& kept) { return kept.extent == extent; };
         check_that(counted.num_kept == std::count_if(kept_extents_.begin(), kept_extents_.end(), is_here),
                    "the reasons that keep an extent are listed");
-        open += counted.is_held && pinned == 0 && counted.num_kept == 0;
+        open += counted.is_held && occupied == 0 && counted.num_kept == 0;
     }
     check_that(open == num_open_, "open extents are counted");
     if (last_of_oldest_open_ != kNone)

@@ -35,8 +35,8 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
 
 // The part of a prompt that the prefix index knows, in blocks.
 struct PrefixMatch {
-    int length;     // of the longest prefix that can be used
-    int num_known;  // up to the last block with a node in the index, whether that can be used or not
+    int length;     // the longest prefix that can be used
+    int num_known;  // the prefix up to the last block with a node in the index, whether it can be used or not
 };
 
 // A whole block that a step copies, layer by layer.
@@ -59,7 +59,7 @@ struct StoredBlock {
 
 // A block that comes up from storage, and the place in the pool for its bytes.
 struct LoadingBlock {
-    int index;  // of its key among the prompt's
+    int index;  // the index of its key among the prompt's keys
     int group;
     BlockId block;
     int64_t offset_bytes;
@@ -72,9 +72,9 @@ struct ResidentBlock {
     Place place;
 };
 
-// The back of a prefix, which storage loads from the last block to the first. From block `here` on, every block that
-// the prefix needs is here; from block `coming` on, every one is here or loading. Each is the length of the prefix if
-// that does not hold for even the last block.
+// The state of the back of a prefix, which storage loads from the last block to the first. From block `here` on, every
+// block that the prefix needs is here. From block `coming` on, every such block is here or loading. If not even the
+// last block is, the number is the length of the prefix.
 struct Back {
     int here, coming;
 };
@@ -170,8 +170,9 @@ class KvCache {
     // Whether extend() would find the room that it lacks if nothing were loading. Blocks may have to move; see
     // compact().
     bool is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const;
-    // A number that grows whenever extend() may newly find room in a group, or acquire_prefix() a longer prefix, so
-    // that less room is needed. A commit of the very blocks that are looked for does not count. kNone: any group.
+    // A counter that grows whenever extend() may find room in the group after it found none, or acquire_prefix() a
+    // longer prefix, so that less room is needed. It ignores commits of the very blocks that a request looks for: see
+    // Refusal::note_commit(). kNone: any group.
     int64_t room_version(int group) const;
     // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as long as `spare` local
     // blocks stay available. Blocks that stay borrowed are streamed for every token.
@@ -188,16 +189,16 @@ class KvCache {
     std::vector<BlockId> begin_loading(const BlockKey& key);
     // Notes that the bytes have come, or never will. Throws std::invalid_argument unless these blocks are loading.
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
-    // Lets go of the window blocks before the tail of the last full block's end, except the last of them: a prompt that
-    // ends with that full block can only use the prefix that is a block shorter.
+    // Lets go of the blocks that the sliding windows have passed. Keeps the tail of the last full block's end, and one
+    // block more: a prompt that ends with that full block can only use the prefix that is one block shorter.
     void release_outside_window(BlockTable& table, int num_computed);
-    // Lets go of the blocks after the first `num_tokens` tokens; what was written to them does not count.
+    // Lets go of the blocks after the first `num_tokens` tokens. Their contents are discarded.
     void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
-    // Undoes acquire_prefix() for a request that finds no room: unless groups share extents, its blocks get back their
+    // Undoes acquire_prefix() for a request that finds no room. Unless groups share extents, its blocks get back their
     // places in the order of eviction.
     void put_back(BlockTable& table);
-    // Does what release() does while steps may still use the blocks: they stay as they are until these steps settle.
+    // Releases a table while steps may still use its blocks, which stay as they are until these steps settle.
     void retire(BlockTable& table);
     // Begins to plan a step. Steps settle in the order in which they were planned; a step with copies settles before
     // the next is planned. cancel_step() gives up the last one while it is being planned, if it has no copies.
@@ -207,7 +208,7 @@ class KvCache {
     void settle();
     // Ends the only step, whose copies may have failed: what they wrote is forgotten. No table may hold blocks.
     void settle_failed();
-    // Frees every cached block, and forgets what is loading.
+    // Frees every cached block, and takes loading blocks out of the prefix index.
     void reset();
 
     // Whether one sequence could now have num_blocks(group) blocks of each group if it were alone.
@@ -224,9 +225,9 @@ class KvCache {
     int num_home_blocks(int group) const;
     // The number of shared extents that are not lent.
     int num_home_extents() const { return num_home_blocks(0) / groups_[0].spec.blocks_per_extent; }
-    // These fit the layer-stream cache to the blocks that are borrowed (paper Eqs. 4 and 5), one whole block at a time,
-    // as far as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain: they
-    // need the same room.
+    // Resize the layer-stream cache to the blocks that are borrowed (paper Eqs. 4 and 5), one whole block at a time, as
+    // far as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain, because
+    // draining needs the same room.
     void shrink_staging();
     void grow_staging();
     bool must_resize_staging() const;
@@ -247,14 +248,14 @@ class KvCache {
     // blocks for which there is no room. Returns false, with nothing moved, if there is no room for the used ones.
     // `tables`: the tables of all requests that hold blocks.
     bool drain(std::span<BlockTable* const> tables);
-    // Drops moves between extents of blocks that have lost their holders while the step was planned: they are not worth
-    // a place in the layer-stream cache.
+    // Drops the moves between extents whose blocks have lost their holders while the step was planned. Such a block is
+    // not worth a place in the layer-stream cache.
     void forget_idle_moves();
     // Whether a block lies in a lost extent, or was to be copied from one.
     bool is_lost(int group, BlockId block) const;
     bool holds_lost(const BlockTable& table) const;
-    // Returns, as (group, block), those of a table's first `num_blocks` blocks whose bytes the step planned last copies
-    // in from peers.
+    // Returns the blocks among a table's first `num_blocks` whose bytes come from peers in the step planned last, as
+    // (group, block).
     std::vector<std::pair<int, BlockId>> arrivals(const BlockTable& table, int num_blocks) const;
     BlockPool::Location locate(int group, BlockId borrowed) const;
 
@@ -269,21 +270,21 @@ class KvCache {
     std::vector<uint8_t> residency(std::span<const BlockKey> keys) const;
     // The length, in blocks, of the longest prefix that could be used if these blocks were here: [keys][groups].
     int usable_length(std::span<const uint8_t> is_there) const;
-    // The number of leading keys whose blocks, as far as they are not further down, would fit the local pool if it held
-    // nothing else: the most that can be loaded.
+    // The most leading keys whose blocks can be in the local pool at once if it holds nothing else. Blocks that lie in
+    // a lower place stay there, and need no room.
     int local_room(std::span<const BlockKey> keys) const;
-    // Takes blocks for everything that the prefix `keys` needs from block `first` on and that is not here, and leaves
-    // `spare` blocks available. If it may evict, cached blocks make room, but none of the prefixes `kept`. Returns an
-    // empty list, with nothing changed, if there is no room.
+    // Takes a free block for each block that the prefix `keys` needs from block `first` on and that is not here, and
+    // leaves `spare` blocks available. With `may_evict`, it evicts cached blocks for them, except those of the prefixes
+    // `kept`. Returns an empty list, with nothing changed, if there is no room.
     std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
                                          std::span<const std::span<const BlockKey>> kept);
-    // Returns the back of the prefix `keys`, after its first `num_before` blocks. Only local blocks count as here. Of
-    // sliding-window groups the prefix needs the tail of its end.
+    // Returns the state of the prefix `keys` after its first `num_before` blocks. Only local blocks count as here. In
+    // sliding-window groups, the prefix needs only the tail of its end.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
-    // The bytes of those blocks from `begin` to `end` that a prefix of `length` blocks needs.
+    // The bytes of the blocks from `begin` to `end`, counting only those that a prefix of `length` blocks needs.
     int64_t needed_bytes(int begin, int end, int length) const;
-    // Replaces the blocks of a table that are not committed by those of `keys`, and keeps the boundary at their end.
-    // All blocks that the prefix needs must be here.
+    // Replaces the uncommitted blocks of a table by the indexed blocks of `keys`, and keeps the boundary at their end.
+    // All blocks that the prefix `keys` needs must be here.
     void take_back(BlockTable& table, std::span<const BlockKey> keys);
     // Throws std::invalid_argument unless these blocks are loading, each named once.
     void check_loading(std::span<const LoadedBlock> blocks) const;
@@ -325,10 +326,10 @@ class KvCache {
         GroupSpec spec;
         int num_tail;  // of a window group: the number of blocks before a match's end that must be resident
         BlockPool pool;
-        std::vector<int> borrow_links;             // the engine's numbers of the pool's links
-        std::vector<BlockId> staging = {};         // the blocks of the layer-stream cache
-        int num_fresh = 0;                         // the last so many of them: this step still copies from them
-        int64_t num_unfreshed = 0;                 // the number that have ever ceased to be fresh
+        std::vector<int> borrow_links;      // the engine's numbers of the pool's links
+        std::vector<BlockId> staging = {};  // the blocks of the layer-stream cache
+        int num_fresh = 0;          // how many of the last ones cannot stage yet: this step still spills their bytes
+        int64_t num_unfreshed = 0;  // counts blocks that have ceased to be fresh
         std::vector<BlockCopy> spills = {};        // local to borrowed
         std::vector<BlockCopy> moves_in = {};      // borrowed to local
         std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
@@ -396,7 +397,7 @@ class KvCache {
     int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group, Gain gain) const;
-    int num_unstaged(int group) const;  // blocks that could be staged beside those in use; < 0: so many cannot
+    int num_unstaged(int group) const;  // how many more borrowed blocks can be staged; < 0: too many are in use
     int overdraft(int group, Gain gain = {}) const;
     int staging_target(int group) const;
     int most_of_one_sequence(int group) const;
@@ -466,20 +467,20 @@ class KvCache {
     std::vector<LocalMove> local_moves_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false, has_windows_ = false;
-    int64_t num_window_losses_ = 0;  // times that matches may have become shorter, to need fewer blocks of a window
+    int64_t num_window_losses_ = 0;  // losses of blocks after which a match may be shorter and need fewer window blocks
     PrefixIndex index_;
     Boundaries boundaries_;
     Offers offers_;
     KvEventLog events_;
     Evictions evictions_;
-    // Blocks for which there was no room, as nothing was to be evicted of the prefixes that end with the keys `kept`.
+    // A load that found no room beside the prefixes that end with the keys `kept`, from which nothing may be evicted.
     struct NoRoom {
         int64_t num_moves;
         std::vector<int> wanted;
         std::vector<BlockKey> kept;
     };
-    std::optional<NoRoom> no_room_;  // of the load that was refused last
-    int num_steps_ = 0;              // that are begun and not settled
+    std::optional<NoRoom> no_room_;  // the load that was refused last
+    int num_steps_ = 0;              // steps that have begun and not settled
     std::vector<NodeId> path_;       // scratch of acquire_prefix
 };
 

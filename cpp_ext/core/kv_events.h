@@ -38,8 +38,8 @@ struct KvEvents {
 // A bounded list of events. While it is off, it costs one comparison for each change of the index.
 class KvEventLog {
   public:
-    // Keeps up to `max_events` events from now on. One more, and all are replaced by kCleared: then a follower of the
-    // events knows fewer blocks than there are, but none that is not there.
+    // Keeps up to `max_events` events from now on. With one more, all are replaced by kCleared. A follower of the
+    // events then knows too few blocks, but none that is gone.
     void enable(int max_events) { max_events_ = max_events; }
     bool is_on() const { return max_events_ > 0; }
     void stored(const BlockKey& key, int group, Place place, const BlockText& text);

@@ -16,8 +16,9 @@ namespace swiftkv {
 using PinId = uint64_t;
 
 struct PinOutcome {
-    int length;  // of the prefix that is here, in blocks
-    // Of the pool, the part that all pins and this one take; if groups do not share extents, the largest of a group.
+    int length;  // the length in blocks of the prefix that is here
+    // The part of the pool that pins take, this one included. If groups do not share extents: the largest part that
+    // pins take of any group.
     double share;
     bool is_kept;
 };
@@ -59,7 +60,7 @@ class Pins {
     struct KeyHash {
         size_t operator()(const BlockKey& key) const { return key[0]; }  // a key is a hash already
     };
-    // Counts what a pin holds, or with -1 no longer.
+    // Adds `by` to the counts of the blocks that a pin holds.
     void count(const Pin& pin, int by);
     void let_go(Pin& pin);
     double share() const;

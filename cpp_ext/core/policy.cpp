@@ -54,7 +54,7 @@ bool Policy::outranks_some(int64_t priority, Running running) const {
     return !running.empty() && class_of(priority) < class_of(running.back()->priority);
 }
 
-std::vector<Request*> Policy::those_that_give_way(const Request& waiting, Running running, int64_t num_begun) const {
+std::vector<Request*> Policy::displaceable(const Request& waiting, Running running, int64_t num_begun) const {
     std::vector<Request*> found;
     for (size_t i = running.size(); i > 0 && outranks_some(waiting.priority, running.first(i)); --i) {
         Request* r = running[i - 1];

@@ -25,12 +25,12 @@ class Policy {
         : cache_(cache), limits_(limits), step_time_(step_time) {}
 
     // ---- which request is next ----
-    // Whether a block that the waiting request could then take from the cache is loading, or a running request is about
-    // to compute one.
+    // Whether a cached block that the waiting request could use is still on its way: it is loading, or a running
+    // request is about to compute it.
     bool is_prefix_coming(const Request& request, Running running) const;
-    // Whether the first waiting request that finds no room holds up those after it. The answer changes with time: it
-    // holds others up for 1 s, lets them by for 2 s, holds them up for 4 s, and so on. So no request waits for ever,
-    // and others always get a good part of the time.
+    // Whether the first waiting request that finds no room holds up the requests after it. The answer changes with
+    // time: it holds them up for 1 s, lets them by for 2 s, holds them up for 4 s, and so on. So it does not wait for
+    // ever, and the others always get a good part of the time.
     bool holds_up_others(const Request& request, double now_s) const;
     // The number of waiting requests that one step looks at, and the number that may find no room, before it gives up.
     int max_looks() const { return 256; }
@@ -48,12 +48,12 @@ class Policy {
     Request& victim(Running running) const;
     // Whether requests of this priority have a higher class than some running request.
     bool outranks_some(int64_t priority, Running running) const;
-    // Returns the running requests that give way to a waiting one of a higher class, in the order in which they leave:
-    // the lowest class first; within a class, requests without a token first, because their clients notice least; then
-    // the latest begun. Batch work always gives way. Other requests that were displaced before give way only once they
-    // have got another token: so each makes progress, however many requests of a higher class come. Requests whose
-    // `begun` is `num_begun` or more have only just begun, and stay.
-    std::vector<Request*> those_that_give_way(const Request& waiting, Running running, int64_t num_begun) const;
+    // Returns the running requests that may be displaced by a waiting one of a higher class, in this order: the lowest
+    // class first; within a class, requests without a token first, because their clients notice least; then the latest
+    // begun. Batch work may always be displaced. Any other request that was displaced before must first get another
+    // token: so each makes progress, however many requests of a higher class come. Requests whose `begun` is
+    // `num_begun` or more have only just begun, and stay.
+    std::vector<Request*> displaceable(const Request& waiting, Running running, int64_t num_begun) const;
 
     // ---- how much fits ----
     // The most tokens of one step, an oversized prompt aside.
@@ -64,9 +64,9 @@ class Policy {
     double time_limit_s(const StepWork& decodes) const;
     // Whether a step of `limit_s` with `work` has time for a block of a prompt; always true for the first prompt.
     bool has_time(const StepWork& work, double limit_s) const;
-    // The number of a prompt's tokens that a step with `work` takes when it has `budget` tokens left and may take
-    // `limit_s`: time is found for at least one block. A prompt that is not split is taken whole, even if it is too
-    // long.
+    // The number of a prompt's tokens that a step with `work` computes when it has `budget` tokens left and may take
+    // `limit_s`. The time limit always leaves room for one block. first_chunk() takes a prompt that is not split whole,
+    // even if it is too long.
     int first_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
     int next_chunk(const Request& request, int budget, const StepWork& work, double limit_s) const;
     // The speed at which prompts are expected to be computed beside the running requests; nullopt while step times are
@@ -75,14 +75,14 @@ class Policy {
     // The seconds that tokens `begin` to `end` of a prompt are expected to take beside the running requests; nullopt
     // while step times are not known.
     std::optional<double> prefill_s(int begin, int end, Running running) const;
-    // The number of guesses to compute beside the running requests, so that answers get the most tokens a second.
-    // `chances` says how often each guess is expected to yield a token, highest first. All of them while step times are
+    // The number of guesses to compute beside the running requests, so that answers get the most tokens per second.
+    // `chances`: how often each guess is expected to yield a token, in falling order. Returns all while step times are
     // not known.
     int num_worthy_guesses(Running running, std::span<const double> chances) const;
     // The seconds that guesses take of a step; 0 while step times are not known.
     double guesses_s(int num_guesses) const { return num_guesses * step_time_.row_s(); }
-    // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless that is known
-    // and in the step.
+    // The number of draft tokens, at most `most`, that a request computes after its last token; 0 unless its last token
+    // is known and in the step.
     int draft_length(const Request& request, int most) const;
     // The most tokens that one step samples, drafts included: there is memory for the logits of so many rows.
     int max_samples() const { return limits_.max_num_seqs; }

@@ -72,7 +72,7 @@ class PromptQueue {
     void add(RequestId id, const QueuedPrompt& prompt);
     // Notes that the engine has begun to compute a prompt, and how much of it is left.
     void begin(RequestId id, double num_left);
-    // Notes how much is left of a waiting prompt, once another prompt with the same beginning has begun.
+    // Notes how much of a waiting prompt is left after another prompt with the same beginning has begun.
     void expect(RequestId id, double num_left, double num_coming);
     void remove(RequestId id);
     std::optional<QueuedPrompt> find(RequestId id) const;

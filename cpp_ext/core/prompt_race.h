@@ -1,4 +1,4 @@
-// Finds out which prompts an engine computes before one that arrives, if the order is by response ratio.
+// Finds the prompts that an engine computes before one that arrives, if the order is by response ratio.
 #pragma once
 
 #include <span>
@@ -14,11 +14,12 @@ struct Racer {
     Racer* behind = nullptr;  // the next waiting prompt of its lane
 };
 
-// Simulates what an engine computes from `begins_s` on until `own`, which arrives now, would be next, if no other
-// prompt came. Leaves in the others' `service_s` what is left of it at that time. `others` are in the order of arrival.
+// Simulates the prompts that an engine computes from `begins_s` on until `own`, which arrives now, would be next. No
+// further prompt arrives. At the end, the `service_s` of the others is the time that each still needs. `others` are in
+// the order of arrival.
 //
-// The prompts that have begun compete with the first waiting one of each lane, and the highest ratio of time waited to
-// tokens left wins. While a prompt is computed, ever less of it is left and its ratio rises ever faster: so it is
+// The prompts that have begun compete with the first waiting prompt of each lane, and the highest ratio of time waited
+// to tokens left wins. As a prompt is computed, fewer of its tokens are left and its ratio rises ever faster: so it is
 // interrupted soon, or not at all. Ratios are compared only between steps, each of which takes `step_s`.
 void race(std::span<Racer> others, const Racer& own, double begins_s, double step_s);
 

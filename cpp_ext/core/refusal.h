@@ -1,4 +1,4 @@
-// Remembers why a prompt did not fit, so that it need not be matched at every step.
+// Remembers why a waiting request found no room, so that its prompt need not be matched in every step.
 #pragma once
 
 #include <unordered_map>
@@ -8,8 +8,8 @@
 
 namespace swiftkv {
 
-// Remembers the waiting requests that were refused, and the circumstances: while they last a request is refused again,
-// without a look-up in the prefix cache.
+// Remembers the waiting requests that found no room, and the circumstances. While these last, such a request is refused
+// again without a look-up in the prefix cache.
 class Refusal {
   public:
     explicit Refusal(const KvCache& cache) : cache_(cache) {}

@@ -51,15 +51,15 @@ struct Request {
     GuessRate guess_rate = {};
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
-    int num_shared_blocks = 0;  // full blocks that the index knew before its prompt left them; 0 if it did not
+    int num_shared_blocks = 0;  // full blocks before the place where its prompt left a known path; 0: it left none
     int num_computed = 0;       // tokens whose KV is in the blocks
     int num_cached = 0;         // prompt tokens that were found in the prefix cache at admission
-    std::vector<int32_t> borrowed_hits = {};  // the blocks of these tokens that were found in borrowed memory
-    int num_window_missed = 0;                // tokens known at admission after `num_cached`, of no use without a tail
+    std::vector<int32_t> borrowed_hits = {};  // the blocks of `num_cached` that were found in borrowed memory
+    int num_window_missed = 0;                // tokens known at admission after `num_cached`, useless without a tail
     int load_end = 0;  // the end, in blocks, of what storage loads for it before it begins; 0: nothing, or it has begun
     int back_end = 0;  // the end, in blocks, of the back that storage loads while the front is computed; 0: none
     double begun_s = 0;         // when a step first had the request
-    double front_slowness = 0;  // the time that its front took, over the prediction; 0: not known yet
+    double front_slowness = 0;  // the measured time of its front divided by the prediction; 0: not known yet
     int num_scheduled = 0;      // tokens that the steps in progress and the one being planned compute
     int num_unknown = 0;        // rows of these steps that sample: each adds at least one token to `tokens`
     int slot = kNone;           // row slot while running
@@ -69,8 +69,8 @@ struct Request {
     bool is_held = false;         // it waits for an answer from storage
     bool is_lost = false;         // steps in progress have it, and a block that they read or write is gone
     bool awaits_loads = false;    // it runs, and will get the blocks that it lacks when loads have ended
-    double stuck_since_s = -1;    // while it waits, and would have no room even if it were alone
-    double refused_since_s = -1;  // while it is the first that waits for room, and others might go before it
+    double stuck_since_s = -1;    // since when it has waited for room that it would not have even if it were alone
+    double refused_since_s = -1;  // since when it has been the first that waits for room, and could be overtaken
 
     // While it waits:
     int num_expected = 0;  // tokens of it that the prefix cache had when they were looked up last
@@ -85,7 +85,7 @@ struct Request {
     int num_left() const { return std::max(1, num_remaining() - num_expected); }
     // Below 1 while a step in progress has a draft: the token after it is not known before the step is over.
     int num_remaining() const { return num_tokens() - num_planned(); }
-    // Whether more of its prompt is left to compute than the last token.
+    // Whether more of its prompt than the last token is left to compute.
     bool is_prompt_in_part() const { return num_unknown == 0 && num_remaining() > 1; }
     // Whether a step in progress samples its last token.
     bool is_ending() const { return num_unknown > 0 && num_tokens() >= last_len; }
@@ -102,7 +102,7 @@ struct Request {
     FinishReason append(TokenId token, const SchedulerLimits& limits);
 };
 
-// Whether none of these is below 0: such a number stands for a token that a step in progress samples.
+// Whether all are token ids. A number below 0 stands for a token that a step in progress samples.
 bool are_tokens(std::span<const TokenId> ids);
 // Throws std::invalid_argument unless a scheduler with these limits can serve the request.
 void check_request(const NewRequest& request, const SchedulerLimits& limits);

@@ -53,25 +53,25 @@ class Scheduler {
     void set_draft(RequestId id, std::span<const TokenId> tokens);
     bool has_work() const;
 
-    // Returns the plan of a step; nullptr if nothing can run, or nothing before the step in progress is committed. At
+    // Returns the plan of a step; nullptr if nothing can run now, or not before the step in progress is committed. At
     // most two steps are in progress. `now_s`: a clock that does not go back.
     std::unique_ptr<StepPlan> schedule(double now_s);
     // Ends the oldest step in progress. `sampled`: one token per row of its plan's logits_rows; below 0: no token.
     // `duration_s`: the time for which it kept the device busy; 0 if that is not known.
     StepResult commit(std::span<const TokenId> sampled, double duration_s);
-    // Gives up the only step in progress, whose copies failed. Its results do not count.
+    // Gives up the only step in progress, whose copies failed. Its results are discarded.
     void abandon();
-    // Returns requests that have waited longer than `max_wait_s` for room that they would not have even if alone. Their
-    // wait ends when there is such room, if it is there during a call.
+    // Returns the requests that have waited longer than `max_wait_s` for room that they would not have even if they
+    // were alone. The wait starts anew if a call of this function finds that there is such room.
     std::vector<RequestId> starved(double now_s, double max_wait_s);
 
-    // ---- of a lender ----
+    // ---- lending ----
     // Takes up to `max_extents` extents out of the pool and returns them. Cached blocks in them are forgotten.
     std::vector<int> lend(int lend_link, int max_extents);
     void take_back(int lend_link, std::span<const int32_t> extents);
     std::vector<GroupDemand> take_demand();
     bool is_short() const;  // whether some group's demand has a shortfall
-    // ---- of a borrower ----
+    // ---- borrowing ----
     void borrow(int borrow_link, std::span<const int32_t> extents);
     // Recalls extents: the next step moves or forgets their blocks, and then take_returned() returns the extents.
     void recall(int borrow_link, std::span<const int32_t> extents);
@@ -79,16 +79,16 @@ class Scheduler {
     // Forgets a lender that is gone, and its extents. Requests that needed them are computed again.
     void lose(int borrow_link);
 
-    // ---- of places further down ----
-    // These do what they do in KvCache. Requests that want a prefix which is loading wait for it. No load begins while
-    // a running request waits for the room of blocks that are loading.
+    // ---- places further down ----
+    // These do what they do in KvCache. A request that wants a prefix which is loading waits for it. No load begins
+    // while a running request waits for the room of loading blocks.
     std::vector<BlockId> begin_loading(const BlockKey& key);
     void end_loading(std::span<const BlockId> blocks, bool is_loaded);
 
     // ---- storage ----
     void set_write_policy(WritePolicy policy);
-    // Returns blocks to store, as KvCache::take_offers does; none while a step in progress copies blocks. Their bytes
-    // stay where they are until end_copying(): meanwhile no extent is lent or returned, and no step is planned.
+    // Returns blocks to store, as KvCache::take_offers does; none while a step in progress copies blocks. Until
+    // end_copying(), their bytes stay where they are: no extent is lent or returned, and no step is planned.
     std::vector<StoredBlock> take_offers(int max_blocks);
     void end_copying();
     // Offers the blocks of a prefix that are here now, whatever the write policy waits for.
@@ -98,7 +98,7 @@ class Scheduler {
     // Keeps a waiting request from being admitted until let_go(). Unknown ids are ignored, here and below.
     void hold(RequestId id);
     void let_go(RequestId id);
-    // The keys of the blocks that a waiting request could find.
+    // The keys that a waiting request looks up, and what the cache has of them.
     struct Lookup {
         std::vector<BlockKey> keys;
         std::vector<uint8_t> is_resident;  // [keys][groups], whether the block is here
@@ -114,17 +114,18 @@ class Scheduler {
     // that are here: at most `max_blocks`, and no more than the local pool can hold. Throws std::invalid_argument
     // unless `is_stored` has as many elements as look_up() had.
     int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const;
-    // Takes blocks for those of a waiting request's blocks `first` to `num_blocks` that are not here, and leaves room
-    // for the blocks before them. Returns an empty list if a step in progress copies blocks, if a running request waits
-    // for the room of blocks that are loading, or if the only room is that of blocks which storage has brought for
-    // requests that have not begun.
+    // Takes a block for each of a waiting request's blocks `first` to `num_blocks` that is not here, and leaves room
+    // for the blocks before them. Returns an empty list
+    // - if a step in progress copies blocks,
+    // - if a running request waits for the room of loading blocks, or
+    // - if there is no room without evicting what storage has loaded for requests that have not begun.
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first);
-    // Whether the front of a prompt can be computed while its back is loading. Prompts must be split for that, and some
-    // group must have full attention, because only a tail of a sliding window is loaded.
+    // Whether the front of a prompt can be computed while its back is loading. For that, prompts must be split, and
+    // some group must have full attention: of a sliding window, only a tail is ever loaded.
     bool can_meet() const { return limits_.enable_chunked_prefill && cache_.has_full_attention(); }
-    // Lets a waiting request begin: it computes its front while storage loads its back, the blocks before `num_blocks`
-    // from the last to the first. It skips the rest of the back as soon as all of that is here. Throws
-    // std::invalid_argument if the request has fewer keys.
+    // Lets a waiting request begin: it computes its front while storage loads its back, from block `num_blocks` - 1
+    // down. It skips the rest of its prompt up to there as soon as all of that is here. Throws std::invalid_argument if
+    // the request has fewer keys.
     void meet(RequestId id, int num_blocks);
     // The number of a request's blocks that are computed, or are being computed by steps in progress.
     int num_planned_blocks(RequestId id) const;
@@ -163,8 +164,8 @@ class Scheduler {
         StepWork work;
     };
 
-    // Functions that change more than one thing are noexcept: an exception half-way, such as one for want of memory,
-    // would leave counts that do not add up, so it ends the process instead.
+    // Functions that change more than one thing are noexcept. An exception half-way, such as std::bad_alloc, would
+    // leave counts that do not add up, so it must end the process.
     void abort_one(RequestId id) noexcept;
     std::unique_ptr<StepPlan> plan_step(double now_s) noexcept;
     StepResult commit_step(std::span<const TokenId> sampled) noexcept;
@@ -211,8 +212,8 @@ class Scheduler {
     Refusal refusal_;
     PlanWriter writer_;
     std::deque<Step> open_;          // the steps in progress, the oldest first
-    bool must_commit_ = false;       // nothing is planned before a commit
-    std::vector<Meeting> meetings_;  // that no plan has named yet
+    bool must_commit_ = false;       // nothing can be planned before the next commit
+    std::vector<Meeting> meetings_;  // meetings that no plan has named yet
     bool is_copying_ = false;        // the blocks that take_offers() named last are being copied
 
     int64_t prefix_matches_total_ = 0;

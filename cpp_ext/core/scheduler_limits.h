@@ -9,9 +9,12 @@
 
 namespace swiftkv {
 
-// The order of requests. kFcfs goes by arrival alone. The others go by priority first; then kPriority by arrival, kSpf
-// by the least left to compute, kHrrn by the highest response ratio, kTurns by the least left to compute and by arrival
-// in turns, and kDeadline by the earliest deadline.
+// The order of requests. kFcfs goes by arrival alone. All others go by priority first, and then
+// - kPriority: by arrival;
+// - kSpf: by the least left to compute;
+// - kHrrn: by the highest response ratio;
+// - kTurns: alternately by the least left to compute and by arrival;
+// - kDeadline: by the earliest deadline.
 enum class SchedulingPolicy : uint8_t { kFcfs, kPriority, kSpf, kHrrn, kTurns, kDeadline };
 
 struct SchedulerLimits {
@@ -21,7 +24,7 @@ struct SchedulerLimits {
     int max_model_len;
     bool enable_prefix_caching;
     bool enable_chunked_prefill;
-    int stream_buffers = 2;  // at most
+    int stream_buffers = 2;  // the most
     // The tokens between regular boundaries, whose sliding-window tails are kept while their room is not needed.
     std::optional<int> retention_interval = {};
     // The most seconds that a step with decodes should take, prompts included.
@@ -41,7 +44,7 @@ struct SchedulerLimits {
     int extents_for_one_sequence(const GroupSpec& spec) const;
     // The number of shared extents that the windows of one sequence need. Nothing is staged in these.
     int64_t extents_for_windows(const std::vector<GroupSpec>& groups) const;
-    // The most blocks that one sequence can hold: with so many, no chunk need shrink.
+    // The most blocks that one sequence can hold. With that many, no chunk has to shrink.
     int most_blocks_of_one_sequence(const GroupSpec& spec) const;
 };
 

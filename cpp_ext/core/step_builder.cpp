@@ -142,8 +142,8 @@ bool StepBuilder::may_seat(int64_t priority) const {
 }
 
 bool StepBuilder::admit(Request& r, int token_budget) {
-    std::vector<Request*> giving_way = policy_.those_that_give_way(r, roster_.running(), num_begun_);
-    if (giving_way.empty()) {
+    std::vector<Request*> displaceable = policy_.displaceable(r, roster_.running(), num_begun_);
+    if (displaceable.empty()) {
         if (!roster_.has_free_slot()) return false;
         if (is_matching_ && refusal_.still_holds(r, roster_.num_running(), token_budget)) {
             has_refused_ = true;
@@ -173,7 +173,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
     };
     if (!roster_.has_free_slot() ||
         (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room()))) {
-        const std::vector<Request*> leaving = who_must_leave(r, std::move(giving_way), token_budget);
+        const std::vector<Request*> leaving = requests_to_displace(r, std::move(displaceable), token_budget);
         turn_away(r, n, token_budget);
         return displace(leaving) && admit(r, token_budget);
     }
@@ -209,20 +209,20 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     if (is_matching_) refusal_.note(r, roster_.num_running(), token_budget, short_group);
 }
 
-// Returns as many of the requests that give way as must leave to make a slot and room for a request, whose table has
+// Returns the first of the `candidates`: as many as must leave to make a slot and room for a request, whose table has
 // the blocks that it found in the cache. Returns none if all of them do not suffice, or the step has too few tokens
 // left.
-std::vector<Request*> StepBuilder::who_must_leave(const Request& r, std::vector<Request*> giving_way,
-                                                  int token_budget) const {
-    if (giving_way.empty() || policy_.first_chunk(r, token_budget, work_, limit_s_) > token_budget) return {};
+std::vector<Request*> StepBuilder::requests_to_displace(const Request& r, std::vector<Request*> candidates,
+                                                        int token_budget) const {
+    if (candidates.empty() || policy_.first_chunk(r, token_budget, work_, limit_s_) > token_budget) return {};
     std::vector<const BlockTable*> tables;
-    for (const Request* other : giving_way) tables.push_back(&other->table);
+    for (const Request* other : candidates) tables.push_back(&other->table);
     const int least = least_chunk(r.num_remaining());
     const int count = cache_.releases_needed(r.table, r.num_computed + least, r.num_tokens(),
                                              policy_.spare_blocks(roster_.running()), tables);
     if (count == kNone) return {};
-    giving_way.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));
-    return giving_way;
+    candidates.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));
+    return candidates;
 }
 
 // Displaces these requests, unless a step in progress has one of them. Returns whether it did.

@@ -42,22 +42,22 @@ class StepBuilder {
     void admit_oversized_prompt();
     // Schedules the next token of every request that has only one left to compute.
     void schedule_decodes();
-    // Admits waiting requests that go before all prompts computed in part, by their class, their flow's share or the
-    // order.
+    // Admits waiting requests that go before all prompts computed in part, because of their class, their flow's share
+    // or the scheduling policy.
     void admit_before_prefills();
     // Continues prompts that are computed in part.
     void schedule_prefills();
     // Admits waiting requests in order:
-    // - A request that waits for blocks holds up those after it for a while, and requests of flows that are past their
-    //   share until it is admitted.
-    // - A request that waits for another's prefix lets others by. So does one that would have no room even if it were
-    //   alone, until more is lent.
-    // - A request that finds no slot or no room displaces running requests of lower classes, if that helps. These are
-    //   not admitted again in the same step.
+    // - A request that waits for blocks holds up the requests after it for a while. Requests of flows that are past
+    //   their share are held up until it is admitted.
+    // - A request that waits for another request's prefix does not hold up others. Nor does a request that would have
+    //   no room even if it were alone, until lenders lend more.
+    // - A request that finds no slot or no room displaces running requests of lower classes, if that helps. The
+    //   displaced requests are not admitted again in the same step.
     void admit_waiting();
-    // Admits waiting requests as if the prefix cache had nothing of them. If groups share extents, the blocks of a
-    // match may occupy extents that another group lacks: then the request must compute them again, or it would wait
-    // forever.
+    // Admits waiting requests without their cached prefixes. If groups share extents, the blocks of a match may occupy
+    // extents that another group of the same request lacks. The request must then compute these blocks again, or it
+    // would wait forever.
     void admit_unmatched();
 
     // Adds drafts to the rows that sample, as far as the step's token budget and free blocks allow.
@@ -88,8 +88,8 @@ class StepBuilder {
     bool may_seat(int64_t priority) const;
     bool admit(Request& request, int token_budget);
     void turn_away(Request& request, int num_tokens, int token_budget);
-    std::vector<Request*> who_must_leave(const Request& request, std::vector<Request*> giving_way,
-                                         int token_budget) const;
+    std::vector<Request*> requests_to_displace(const Request& request, std::vector<Request*> candidates,
+                                               int token_budget) const;
     bool displace(std::span<Request* const> leaving);
     bool is_in_progress(const Request& request);
     void take_out(Request& request);

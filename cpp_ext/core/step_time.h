@@ -14,8 +14,8 @@ struct StepWork {
     double num_rows = 0;
     double num_copies = 0;  // blocks copied to or from a lower place, or within the pool
 
-    // Adds a row of `num_tokens` tokens after the first `begin` of its sequence. One token with guesses at the next
-    // ones counts as so many rows of one token, which all sample, but keys and values are read once for all of them.
+    // Adds a row of `num_tokens` tokens after the first `begin` of its sequence. A token with guesses at the next ones
+    // counts as that many rows of one token. All of them sample, but keys and values are read once for all of them.
     void add_row(int begin, int num_tokens, int num_guesses = 0);
 };
 
@@ -23,14 +23,15 @@ struct StepWork {
 inline constexpr int kNumStepTerms = 6;
 using StepTerms = std::array<double, kNumStepTerms>;
 
-// How much longer steps of some number of tokens take than a line through all steps says. Few tokens take hardly longer
-// than one, because the weights are read once for all of them; beyond some number, each token takes its time.
+// The time of a step, divided by the time that a line through all steps predicts, as a function of its number of
+// tokens. A few tokens take hardly longer than one, because the weights are read once for all of them. Beyond some
+// number, every token adds time.
 class TokenCurve {
   public:
     static constexpr int kNumPoints = 27;  // two for each doubling, from 1 token to 8,192
     using Ratios = std::array<double, kNumPoints>;
 
-    // A step counts for e^-1 after 1 / (1 - retention) others.
+    // The weight of a step falls to 1 / e after 1 / (1 - retention) later ones.
     explicit TokenCurve(double retention) : retention_(retention) {}
 
     // The ratios of a curve that is the line itself.
@@ -38,7 +39,7 @@ class TokenCurve {
 
     // Adds a step of `num_tokens`, with the sizes of its work and its time divided by its expected time.
     void add(double num_tokens, const StepTerms& terms, double duration);
-    // Finds the ratios for a line, from the latest steps with about as many tokens; 1 where there were none.
+    // Computes the ratio at each point for this line, from the latest steps with about as many tokens; 1 without any.
     void fit(const StepTerms& coefficients);
     double at(double num_tokens) const;
     // The ratio at each point.
@@ -58,10 +59,10 @@ class TokenCurve {
 };
 
 // A line fitted to measured steps by least squares of relative errors, and the curve of its errors. Steps with prompts
-// and steps of decodes alone have the same weight, however many there are of each, and later steps have more.
+// and steps of decodes alone have the same weight in sum, however many there are of each. Later steps weigh more.
 class StepFit {
   public:
-    // A step counts for e^-1 after 1 / (1 - retention) others of its kind.
+    // The weight of a step falls to 1 / e after 1 / (1 - retention) later ones of its kind.
     StepFit(double retention, double curve_retention) : retention_(retention), curve_(curve_retention) {}
 
     // Adds a step that was expected to take `expected_s`.
@@ -96,8 +97,9 @@ class StepFit {
 };
 
 // Predicts the time of a step as a sum of terms: one for each size of its work, and a constant. The part that depends
-// on the number of tokens is corrected by the latest steps with about as many. A step of decodes alone also goes by the
-// pace of the latest ones of its kind: what slows a machine down lasts for some steps.
+// on the number of tokens is corrected by the latest steps with about as many. The prediction for a step of decodes
+// alone is also scaled by the pace of the latest such steps, because whatever slows a machine down lasts for some
+// steps.
 class StepTime {
   public:
     using Terms = StepTerms;

@@ -22,9 +22,9 @@ namespace swiftkv {
 // proportion to the lanes of its priority, however many requests wait.
 class WaitingQueue {
   public:
-    // Goes through the requests of a queue in order: by priority, then flows that are past their share after the
-    // others, then as the order says. Requests that it has passed may leave the queue meanwhile, and be charged for.
-    // It leaves out those that are held, however many they are.
+    // Goes through the requests of a queue in order: by priority; within one, flows that are past their share come
+    // last; within these, as the order says. It skips held requests. Requests that it has passed may leave the queue
+    // meanwhile, and be charged to their flows.
     class Cursor {
       public:
         Cursor(const WaitingQueue& queue, const Moment& moment) : queue_(queue), moment_(moment) {}
@@ -55,12 +55,13 @@ class WaitingQueue {
     size_t size() const { return size_; }
     int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // the queue must not be empty
     bool contains(Request& request) const;
-    // Moves the requests whose prompts go on with these keys, which are now cached, to their new lanes: at most a few
-    // dozen at once, the others in the next calls. Does nothing unless the order compares lengths.
+    // Notes that `keys` are now cached: requests whose prompts continue with them have less to compute, and move to
+    // other lanes. A call moves a few dozen requests, later calls the others. Does nothing unless the order compares
+    // lengths.
     void note_cached(std::span<const BlockKey> keys);
-    // Looks up again what the prefix cache has of the requests that may be next, which may have become less, and moves
-    // them to where they belong. These are the first of each lane with the first priority that are not held, a few
-    // dozen at most. Does nothing where the order does not compare lengths.
+    // Looks up again what the prefix cache has of the requests that may be next, because some of it may have been
+    // evicted, and moves them to the lanes where they belong. These requests are the first of each lane that are not
+    // held, in the lanes of the first priority, a few dozen at most. Does nothing unless the order compares lengths.
     void refresh();
     Cursor in_order(const Moment& moment) const { return Cursor(*this, moment); }
     // Returns all requests, lane by lane.

@@ -43,7 +43,7 @@ Simd::V tanh_of_log2(Simd::V x) {
 
 // The traits of a dtype: how its elements are multiplied. kPack of them lie together along the summed dimension. kLanes
 // times kPack elements of K or V are multiplied by kPack queries or weights, kept as Packed, in kSubSteps
-// multiplications of a Fragment and an Operand. kIsWidened: elements are turned into floats each time they are
+// multiplications of a Fragment and an Operand. kIsWidened: elements are converted to float each time they are
 // multiplied. weights_of(x) is 2^(x - kWeightShift), to the precision in which weights are kept.
 struct Float32 {
     static constexpr bool kIsWidened = false;

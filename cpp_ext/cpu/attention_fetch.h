@@ -7,8 +7,9 @@ namespace swiftkv {
 namespace {
 
 // Fetches the data that a thread reads next into the first- or second-level cache (kCacheLevel), a few lines at a time,
-// because many at once would hold up its own loads. A group is often a page of its own, and processors look ahead only
-// within a page: so the lines of four groups take turns, and the processor looks ahead in all four.
+// because many at once would hold up the thread's own loads. Processors look ahead only within a page, and a group
+// often has a page of its own. So lines are fetched from four groups in rotation: the processor then looks ahead in all
+// four.
 template <typename E, int kCacheLevel>
 class Fetcher {
   public:
@@ -75,7 +76,7 @@ class Fetcher {
     }
     int lines_of(const Run& run) const { return run.is_keys ? k_lines_ : v_lines_; }
 
-    // Goes to the next line of the groups that take turns, or to the next groups; returns whether there are any.
+    // Goes to the next line of the current groups, or to the next groups; returns whether there are any.
     bool next_line() {
         if (lines_left_ <= 1) return next_groups();
         --lines_left_;
@@ -100,7 +101,7 @@ class Fetcher {
     int k_stride_, k_lines_, v_lines_;
     Run runs_[3];
     int num_runs_, run_;
-    const Elem* const* groups_;  // the groups that take turns
+    const Elem* const* groups_;  // the groups that are fetched in rotation
     int num_turns_, turn_;
     int64_t offset_, stride_;  // of their current line
     int lines_left_;           // of each group, with the current one

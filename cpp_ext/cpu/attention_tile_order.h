@@ -7,10 +7,10 @@
 namespace swiftkv {
 namespace {
 
-// A tile sums the products of the first elements of its 16 pairs and those of the second elements separately, each in
+// A tile sums the products of the first elements of its 16 pairs, and separately those of the second elements, each in
 // order, and adds both to what was there. These vectors do the same, because a row's bits must not depend on the number
-// of rows computed with it. For a few rows they are faster: they read pairs in place, while a tile of values must first
-// be put together from two blocks of 16 tokens, and while a tile waits for memory, nothing else begins.
+// of rows computed with it. For a few rows they are faster. They read pairs in place, where a tile of values must first
+// be put together from two groups of 16 tokens. And while a tile waits for memory, nothing else begins.
 template <int kRows, typename E>
 struct TileOrder {
     using V = Simd::V;

@@ -4,22 +4,22 @@
 #include <utility>
 #include <vector>
 
-// Kernel calls that wait for each other. Weights that pass through the caches drive the caller's interpreter out of
-// them, so that 40 to 70 µs pass between one kernel and the next, in which the other threads have nothing to do. If all
-// calls are made first, and run later in one loop, it is less than 1 µs.
+// Defers kernel calls, to run several kernels in one loop without the Python interpreter between them. The weights that
+// a kernel reads evict the interpreter from the caches. So 40 to 70 µs pass between two kernels that Python calls, in
+// which the other threads have nothing to do. In the loop it is less than 1 µs.
 namespace swiftkv {
 
 class Deferral {
   public:
-    // Has the kernel calls of this thread wait. Throws std::logic_error if they wait already.
+    // Defers the kernel calls of this thread from now on. Throws std::logic_error if they are deferred already.
     static void begin();
-    // Runs the calls that wait, in the order in which they were made, and drops them; passes on what one of them
-    // throws, and drops the later ones.
+    // Runs the deferred calls in the order in which they were made. If one throws, drops the later ones and passes on
+    // the exception.
     static void run();
-    // Drops the calls that wait, and has none wait any more.
+    // Drops the deferred calls, and defers no more.
     static void end();
 
-    // Runs `call`, or has it wait. What it refers to must live until it has run.
+    // Runs `call`, or defers it. Everything that it refers to must live until it has run.
     template <typename Call>
     static void run_or_wait(Call&& call) {
         if (is_on_)

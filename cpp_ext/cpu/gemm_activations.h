@@ -21,7 +21,8 @@ struct RowBlocks {
     int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 };
 
-// Rows of activations as a kernel reads them: each row whole, or interleaved: each of the RowBlocks line by line.
+// Rows of activations as a kernel reads them. Either each row is contiguous, or rows are interleaved: in each of the
+// RowBlocks, the first cache lines of all rows come first, then the second ones, and so on.
 struct Activations {
     const char* data;
     int64_t stride_bytes;  // from row to row, if they are whole
@@ -32,8 +33,8 @@ struct Activations {
 bool takes_interleaved(const PackedLinear& weights);
 
 // Returns `x`, or a copy that is normalised, widened to float32 or padded to a multiple of `k_multiple` as required.
-// The copy lasts until the next call of this thread. Normalised rows, which are copied anyway, are interleaved if the
-// kernel then reads them faster; a copy only for that would cost more than it gains.
+// The copy lasts until the next call of this thread. It is interleaved if it is normalised and the kernel reads
+// interleaved rows faster. A copy for that alone would cost more than it gains.
 Activations prepare(const PackedLinear& weights, const void* x, int64_t rows, const std::optional<RmsNorm>& norm);
 
 }  // namespace swiftkv

@@ -35,8 +35,8 @@ class PackedLinear {
     // and up, and each panel holds as many rows of one as of the other, so that an epilogue sees both.
     PackedLinear(const std::vector<WeightRows>& sources, int64_t in_features, DType dtype, bool interleave);
 
-    // Does the same with weights as codes, which stay so in memory. Results are those of the unpacked weights, bit for
-    // bit. Groups of all sources are of one size, which divides in_features. The dtype is not float32.
+    // Does the same with codes, which are not unpacked in memory. Results are those of the unpacked weights, bit for
+    // bit. The groups of all sources have one size, which divides in_features. The dtype is not float32.
     PackedLinear(const std::vector<CodedRows>& sources, const WeightCodes& format, int64_t in_features, DType dtype,
                  bool interleave);
 
@@ -68,7 +68,7 @@ class PackedLinear {
     }
 
   private:
-    // The row of a source that is an output; a panel's columns beyond the last output have none.
+    // The source row that becomes an output. Columns of a panel beyond the last output have none.
     struct Place {
         int64_t source;  // -1: none
         int64_t row;

@@ -17,8 +17,8 @@ struct Tile {
     int64_t block_end;
 };
 
-// The layout of results: each row whole, or each block of rows line by line, as interleaved activations of the next
-// product; a line then holds one or more panels.
+// The layout of results: contiguous rows, or interleaved rows, as activations of the next product (see Activations). A
+// cache line then holds the results of one or more panels.
 enum class ResultRows { kWhole, kInterleaved };
 
 // out[rows, outputs] (+)= epilogue(activations[rows, in_features] @ weights.T + bias), computed in tiles.
@@ -34,9 +34,9 @@ class Product {
   private:
     struct Schedule {
         int64_t tile_blocks;
-        int64_t piece_bytes;      // of a panel, which all rows use before the next piece is touched
+        int64_t piece_bytes;      // a piece of a panel: all rows use it before the next piece is touched
         int64_t ahead_bytes;      // the bytes fetched ahead
-        int64_t line_panels = 0;  // panels whose results are written past the caches together; 0: no results are
+        int64_t line_panels = 0;  // panels whose results are written past the caches together; 0: none are
     };
 
     bool has_blocks() const { return kernel_.block_steps > 1; }

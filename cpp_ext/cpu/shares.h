@@ -7,10 +7,10 @@
 // its own account, so one that dies leaves nothing half done. Nothing here waits or reads a clock.
 //
 // While several engines want the cores, each is due a part of them by weight, rounded up to whole cores: on two cores,
-// two equal engines have one each and neither waits. If the parts are not whole cores, clocks decide: each engine pays
-// for core time, divided by its weight, on a virtual clock of its own (start-time fair queueing), and engines whose
-// clocks are behind choose first. An engine that finds no core left shares one with the others, and stands still only
-// while it is too far ahead of its part.
+// two equal engines have one each, and neither waits. If the parts are not whole cores, clocks decide. Each engine has
+// a virtual clock, which its core time divided by its weight advances (start-time fair queueing), and engines whose
+// clocks are behind choose first. An engine that finds no core left shares one with the others, and waits only while it
+// is too far ahead of its part.
 namespace swiftkv {
 
 struct Share {
@@ -28,14 +28,14 @@ struct Permit {
 };
 
 constexpr int kMaxAccounts = 63;
-constexpr int64_t kTurnNs = 10'000'000;  // an engine that computes goes on for so long after its core is due to another
+constexpr int64_t kTurnNs = 10'000'000;  // how long an engine goes on computing on a core that is due to another
 constexpr int64_t kLeadNs =
-    3 * kTurnNs;  // the most by which an engine on a core that is not due to it may be ahead of the one furthest behind
-constexpr int64_t kCreditNs = 4 * kTurnNs;  // of the whole machine: the most that an engine saves up while it rests
-constexpr int64_t kAbsentNs = 100'000'000;  // an engine that was not seen for so long no longer counts
-constexpr int64_t kForgottenNs = 10'000'000'000;   // and need not be looked at any more
-constexpr int64_t kAskAgainNs = kTurnNs / 4;       // an engine that waits asks so often
-constexpr int64_t kLongestWaitNs = 1'000'000'000;  // after so long it computes for a turn whatever its account says
+    3 * kTurnNs;  // how far ahead of the engine furthest behind one may be that computes on a core not due to it
+constexpr int64_t kCreditNs = 4 * kTurnNs;        // the most that an idle engine saves up, in time of the whole machine
+constexpr int64_t kAbsentNs = 100'000'000;        // an engine that was not seen for this long no longer counts
+constexpr int64_t kForgottenNs = 10'000'000'000;  // after this long it is struck off the list of those that want cores
+constexpr int64_t kAskAgainNs = kTurnNs / 4;      // the interval at which an engine that waits asks
+constexpr int64_t kLongestWaitNs = 1'000'000'000;  // after this wait it computes for a turn, whatever its account says
 // The intervals at which an engine that computes asks whether it may go on: the first while other engines want cores or
 // its share has a cap, the second while it is alone.
 constexpr int64_t kAskContendedNs = 1'000'000;
@@ -63,7 +63,7 @@ static_assert(std::atomic<double>::is_always_lock_free && std::atomic<uint64_t>:
 // One engine's account.
 class ShareAccount {
   public:
-    // Begins anew, whatever another process left in the account. Throws std::invalid_argument for an impossible share.
+    // Resets whatever another process left in the account. Throws std::invalid_argument for an impossible share.
     ShareAccount(ShareTable& table, int number, const Share& share, int num_cores);
 
     void begin(int64_t now_ns);  // the engine wants cores from now on

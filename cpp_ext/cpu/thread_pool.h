@@ -19,8 +19,8 @@ void run_parallel(int64_t n, int64_t grain, RangeBody body, const void* context)
 }  // namespace detail
 
 // Calls body(begin, end, thread) for chunks of at most `grain` that together cover [0, n), lower chunks first, and
-// returns when all are done. A free thread takes the next chunk; nothing waits for a worker that wakes late and finds
-// none left. The body must not throw. A parallel_for inside a body runs on the thread that calls it.
+// returns when all are done. A free thread takes the next chunk, so a worker that wakes late finds none left and delays
+// nothing. The body must not throw. A parallel_for inside a body runs on the thread that calls it.
 template <typename Body>
 void parallel_for(int64_t n, Body&& body, int64_t grain = 1) {
     using Plain = std::remove_reference_t<Body>;

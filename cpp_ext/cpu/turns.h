@@ -6,18 +6,18 @@
 
 #include "shares.h"
 
-// Shares the cores of a node between the engine of this process and the others. The thread pool asks between regions
-// and between the chunks of a region. Then as many threads go on as there are cores for this engine, and the others
-// stand still; if there are none, all stand still until it is this engine's turn.
+// Shares the cores of a node between the engine of this process and the others. The thread pool asks before each region
+// and between the chunks of a region. As many threads go on as there are cores for this engine, and its other threads
+// stand still. If there are no cores, all of them stand still until it is this engine's turn.
 //
 // An engine that dies or is stopped within its turn holds others up for kAbsentNs.
 namespace swiftkv {
 
 class Turns {
   public:
-    // Maps the table at `fd`, which the caller keeps. An engine of several ranks pays for all of them: each computes as
-    // much as this one, on all of its threads at once or on none. Throws std::system_error if the table cannot be
-    // mapped.
+    // Maps the table at `fd`, which stays the caller's. An engine of several ranks is charged for all of them: each
+    // computes as much as this one, on all of its threads at once or on none. Throws std::system_error if the table
+    // cannot be mapped.
     Turns(int fd, int account, int32_t threads, double weight, double max_share, int num_cores, int num_ranks);
     ~Turns();
     Turns(const Turns&) = delete;
@@ -54,7 +54,7 @@ class Turns {
 
     static constexpr int32_t kAll = std::numeric_limits<int32_t>::max();
     static std::atomic<Turns*> in_use_;
-    static std::atomic<int32_t> threads_;  // the number that go on; outlives the turns, as threads may wait on it
+    static std::atomic<int32_t> threads_;  // how many go on; outlives this object, because threads may wait on it
 
     ShareTable* table_;
     ShareAccount account_;

@@ -28,23 +28,23 @@ struct LockTimeout : std::runtime_error {
     LockTimeout() : std::runtime_error("another process holds the lock of the host memory") {}
 };
 
-// Objects under keys in one mapping that several processes share. The least recently used objects give way. Each
-// process may be killed at any moment: objects that are found afterwards were written whole.
+// Objects under keys in one mapping that several processes share. The least recently used objects are evicted. Any
+// process may be killed at any moment: the objects that can be found afterwards were written whole.
 //
-// An object lies in a chain of chunks. One robust mutex guards all links; bytes are copied without it. The record of an
-// object has its state and the generation of its chunks: a reader whose object was evicted while it copied sees another
-// generation afterwards, and discards the copy. A process that gets the mutex after its holder died makes all links
-// anew from the records, which are valid at every instruction.
+// An object lies in a chain of chunks. One robust mutex guards all links between chunks; bytes are copied without it.
+// The record of an object has its state and the generation of its chunks. If an object is evicted while a reader copies
+// it, the reader sees another generation afterwards, and discards the copy. If the holder of the mutex dies, the next
+// process that gets it rebuilds all links from the records, which are valid at every instruction.
 //
-// A writer that is stopped for longer than `kStaleNs` may lose its chunks, and still write to them once it goes on.
-// Readers need a checksum to notice that. Every method may be called from any thread; deadlines are on CLOCK_MONOTONIC.
+// A writer that is stopped for longer than `kStaleNs` may lose its chunks, and still write to them when it continues.
+// Only a checksum lets readers notice that. Any thread may call every method; deadlines are on CLOCK_MONOTONIC.
 class HostMemory {
   public:
     struct Usage {
         uint32_t num_objects;
         uint64_t num_bytes;    // of the chunks that are taken
         uint64_t bound_bytes;  // of all chunks
-        uint32_t num_repairs;  // times that a process died with the lock
+        uint32_t num_repairs;  // how often the links were rebuilt because a process had died with the lock
     };
 
     // Lays out memory that is all zeros. Throws std::invalid_argument if not a single chunk fits.
@@ -55,7 +55,7 @@ class HostMemory {
     // The memory must stay mapped. Throws std::invalid_argument if it is not laid out.
     explicit HostMemory(std::span<std::byte> memory);
 
-    // All throw LockTimeout if the mutex cannot be had by the deadline.
+    // All of these throw LockTimeout if they do not get the mutex by the deadline.
     std::vector<uint8_t> exists(std::span<const HostKey> keys, double deadline_s);
     HostStatus read(const HostKey& key, ObjectParts<std::byte> into, double deadline_s);
     HostStatus write(const HostKey& key, ObjectParts<const std::byte> source, double deadline_s);

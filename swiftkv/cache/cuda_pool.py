@@ -21,7 +21,7 @@ class CudaPool:
         """Allocate zeros for `groups`, (group, number of blocks). Raises `NoRoomError` where they do not fit."""
         self.regions: tuple[GroupRegion, ...] = lay_out(groups, shares_extents)
         self.nbytes = pool_bytes_of(self.regions)
-        torch.cuda.empty_cache()  # loading the weights needed more for a moment
+        torch.cuda.empty_cache()  # gives back memory that only loading the weights needed
         try:
             self._memory = DeviceMemory(self.nbytes, device)
         except CudaRuntimeError as error:
@@ -44,7 +44,7 @@ class CudaPool:
         """Do nothing: memory of a device is backed when it is allocated."""
 
     def ipc_handle(self) -> bytes:
-        """Return a handle by which another process maps the pool; offsets in it are offsets in the pool."""
+        """Return a handle by which another process maps the pool, from its first byte on."""
         return self._memory.ipc_handle()
 
 

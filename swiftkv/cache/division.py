@@ -1,4 +1,4 @@
-"""The division of an engine's pool between its KV groups: regions of their own, or extents that change hands."""
+"""The division of an engine's pool among its KV groups: regions of their own, or extents that change hands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OwnRegions:
         return 0
 
     def lendable(self) -> dict[int, int]:
-        """Return the groups that lend, each with the fewest of its blocks that are lent together."""
+        """Return the groups that lend, each with the smallest number of its blocks that can be lent."""
         return dict.fromkeys(range(len(self.groups)), 1)
 
     def pool_bytes(self, group_blocks: Sequence[int]) -> int:
@@ -70,10 +70,10 @@ class OwnRegions:
 
 @dataclass(frozen=True, slots=True)
 class SharedExtents:
-    """All KV groups have their blocks in one region of extents, each of which one group owns at a time, or none.
+    """All KV groups have their blocks in one region of extents. An extent has at most one owner, which is a group.
 
-    An extent is the least common multiple of the groups' blocks, in bytes, so each group's blocks fill it. The number
-    of a group's blocks is then the most that it can have, when the others have none.
+    An extent is the least common multiple of the groups' blocks, in bytes, so blocks of any group fill it. The number
+    of a group's blocks, in `group_blocks`, is the most that it can have: when the others have none.
     """
 
     groups: tuple[KVGroup, ...]
@@ -82,7 +82,7 @@ class SharedExtents:
     def bounds_sequences(self, group_blocks: Sequence[int]) -> bool:
         """Return whether a sequence may be too long for the pool.
 
-        No sequence is if prompts are split, all groups have windows, and the windows fit.
+        If prompts are split and all groups have windows that fit, no sequence is too long.
         """
         if not self.splits_prompts or any(group.kind != "window" for group in self.groups):
             return True
@@ -159,7 +159,7 @@ class SharedExtents:
         return fitting
 
     def holds(self, num_blocks: int, group_blocks: Sequence[int], borrowed: Sequence[int] = ()) -> bool:
-        """Return whether a sequence of `num_blocks` can be computed to its end, by the C++ core's count."""
+        """Return whether a sequence of `num_blocks` can be computed to its end. The C++ core counts the same way."""
         borrowed = borrowed or (0,) * len(self.groups)
         left = self._num_extents(group_blocks) - self._extents_of_windows(num_blocks)
         for i, staging in enumerate(self._staging_extents(left, borrowed)):
@@ -169,7 +169,7 @@ class SharedExtents:
         return left >= 0
 
     def _staging_extents(self, most: int, borrowed: Sequence[int]) -> list[int]:
-        """Return how many extents, together at most `most`, stage the blocks that each group borrows."""
+        """Return the number of extents that stage the blocks each group borrows, together at most `most`."""
         left, found = max(0, most), []
         for i, group in enumerate(self.groups):
             size = self.blocks_per_extent(i)
@@ -179,7 +179,7 @@ class SharedExtents:
         return found
 
     def _extents_of_windows(self, num_blocks: int) -> int:
-        """Return the extents that the windows of a sequence need; other groups leave these free while models borrow."""
+        """Return the number of extents that the windows of a sequence need. No borrowed blocks are staged in these."""
         return sum(
             self._extents_of(i, self._held(group, num_blocks))
             for i, group in enumerate(self.groups)
@@ -194,7 +194,7 @@ class SharedExtents:
         return ceil_div(num_blocks, size) + (num_blocks > 0 and size > 1)
 
     def _extents_for(self, num_blocks: int) -> int:
-        """Return the extents in which a sequence of `num_blocks` can be computed to its end."""
+        """Return the number of extents in which a sequence of `num_blocks` can be computed to its end."""
         return sum(self._extents_of(i, self._held(group, num_blocks)) for i, group in enumerate(self.groups))
 
 

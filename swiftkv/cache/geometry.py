@@ -1,6 +1,6 @@
 """The geometry of KV: groups of layers, blocks, pools and extents, in bytes. Imports no torch, touches no memory.
 
-Planning, pools, kernels, the core and lending all read it here. The equations are those of the paper, on integers.
+Planning, pools, kernels, the core and lending all take it from here. The equations are the paper's, on integers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ BLOCK_SIZE_MULTIPLE = 16
 """The divisor of every block size: kernels read keys and values sixteen tokens at a time."""
 
 MAX_EXACT_EXTENT_BLOCKS = 32
-"""The most blocks, of the larger model, in a least common multiple that serves as an extent; larger ones are too coarse
-to lend by."""
+"""The most blocks of the larger model in an extent that is a least common multiple. A larger one is too coarse."""
 
 MAX_EXTENT_WASTE = Fraction(1, 100)
-"""An extent other than the least common multiple wastes less than this part of itself."""
+"""An extent that is not the least common multiple wastes less than this part of its bytes."""
 
 
 WINDOW_PART = Fraction(3, 20)
-"""The least part of a hybrid's pool that its window groups get, where short windows leave a choice."""
+"""The part of a hybrid's pool that its window groups get at least, if that is no more blocks than the others get."""
 
 KVKind = Literal["full", "window", "recurrent"]
 """The state that a layer keeps: all keys and values, only those of the last tokens, or (reserved) a state of fixed
@@ -88,17 +87,17 @@ class KVGroup:
 
     @property
     def tail_blocks(self) -> int:
-        """The number of a window group's blocks before it that a token at the begin of a block attends to."""
+        """The number of earlier blocks that the first token of a block attends to, in a window group."""
         assert self.kind == "window"
         return ceil_div(self.window - 1, self.block_size)
 
     def blocks_at_rest(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence leaves for its next turn; with a window its tail, and one more."""
+        """Return the blocks that a sequence leaves for its next turn: with a window, its tail and one block more."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         return min(whole, self.tail_blocks + 1) if self.kind == "window" else whole
 
     def blocks_to_run(self, num_tokens: int) -> int:
-        """Return the fewest blocks in which a sequence can be computed to its end, in chunks of its prompt that fit."""
+        """Return the fewest blocks in which a sequence can be computed to its end, with chunks that fit into them."""
         whole = blocks_for_tokens(num_tokens, self.block_size)
         return min(whole, self.tail_blocks + 2) if self.kind == "window" else whole
 
@@ -126,8 +125,8 @@ class GroupRegion:
 def lay_out(groups: Sequence[tuple[KVGroup, int]], shares_extents: bool = False) -> tuple[GroupRegion, ...]:
     """Return the regions of a pool of `groups`, (group, number of blocks): one after the other, without gaps.
 
-    Groups that share extents have one region, each in blocks of its own. This is the layout of every pool, on the CPU
-    and on GPUs, and borrowers find a lender's blocks by it.
+    Groups that share extents have the same region, which each divides into its own blocks. Every pool has this layout,
+    on the CPU and on GPUs, and borrowers find a lender's blocks by it.
     """
     regions = []
     offset_bytes = 0
@@ -184,10 +183,10 @@ class Extent:
 
 
 def extent_between(lender_block_bytes: int, borrower_block_bytes: int) -> Extent:
-    """Return the least common multiple of both blocks, in bytes (Eqs. 8 and 9), or less where that is absurdly large.
+    """Return the extent for two blocks: their least common multiple in bytes (Eqs. 8 and 9), unless that is too large.
 
-    Then it is the smallest multiple of the lender's block that holds a whole number of the borrower's blocks with
-    waste below `MAX_EXTENT_WASTE`: never larger than the least common multiple, and found in a hundred steps.
+    Otherwise it is the smallest multiple of the lender's block that holds a whole number of the borrower's blocks with
+    waste below `MAX_EXTENT_WASTE`. It is never larger than the least common multiple, and found in a hundred steps.
     """
 
     def of_lender_blocks(meu_w: int) -> Extent:
@@ -221,10 +220,12 @@ def split_pool(pool_layer_blocks: int, borrowed_blocks: Sequence[int], num_layer
 def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> tuple[int, ...]:
     """Divide a pool: return the number of blocks that each group gets.
 
-    Groups of full attention get equally many: every token has KV in each. So do window groups if `num_windows` is
-    `None`. Otherwise prompts are split, so a sequence, however long, needs little more than its window: then window
-    groups get room for `num_windows` sequences, but at least `WINDOW_PART` of the bytes, which keeps the tails of
-    sequences at rest, and never more blocks than the others.
+    Full-attention groups get equally many, because every token has KV in each of them. So do window groups if
+    `num_windows` is `None`.
+
+    Otherwise prompts are split, and a sequence of any length needs little more than its window. Window groups then get
+    room for the windows of `num_windows` sequences. They get at least `WINDOW_PART` of the bytes, to keep the tails of
+    sequences at rest, but never more blocks than the other groups.
     """
     if len(groups) == 1:
         group = groups[0]
@@ -244,7 +245,7 @@ def blocks_in_pool(pool_bytes: int, groups: Sequence[KVGroup], num_windows: int 
 
 
 def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_windows: int | None = None) -> int:
-    """Return the bytes of a pool that holds one sequence of `num_tokens`; the fewest, if there is one group."""
+    """Return the bytes of a pool that holds one sequence of `num_tokens`. With one group, no smaller pool does."""
 
     def holds(pool_bytes: int) -> bool:
         counts = blocks_in_pool(pool_bytes, groups, num_windows)
@@ -261,7 +262,7 @@ def pool_bytes_for_tokens(num_tokens: int, groups: Sequence[KVGroup], num_window
 
 
 def windows_at_once(max_num_seqs: int, enable_chunked_prefill: bool) -> int | None:
-    """Return how many sequences window groups need room for; `None` if a prompt must fit into them whole."""
+    """Return the number of sequences whose windows must fit; `None` if whole prompts must fit into window groups."""
     return max_num_seqs if enable_chunked_prefill else None
 
 

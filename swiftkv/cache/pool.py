@@ -22,7 +22,7 @@ def region_view(pool: torch.Tensor, region: GroupRegion) -> torch.Tensor:
 class Pool:
     """One flat allocation of shared memory, with the regions of all KV groups.
 
-    Another process of the same user maps it by a copy of our file descriptor.
+    Another process of the same user maps it through a copy of this process's file descriptor.
     """
 
     def __init__(self, groups: Sequence[tuple[KVGroup, int]], name: str = "pool", shares_extents: bool = False) -> None:
@@ -38,7 +38,7 @@ class Pool:
         self.tensor: torch.Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)  # [nbytes], starts as zeros
 
     def identity(self) -> tuple[int, int, int]:
-        """Return our descriptor of the memory, and the `st_dev` and `st_ino` of that: no other memory has these."""
+        """Return our file descriptor of the memory, and its `st_dev` and `st_ino`, which no other memory has."""
         status = os.fstat(self.fd)
         return self.fd, status.st_dev, status.st_ino
 
@@ -49,7 +49,7 @@ class Pool:
     def fill_ahead(self) -> threading.Thread:
         """Have the kernel back the pool with memory, from its start on, in a thread that ends with the pool.
 
-        Without it, a first write to 256 MiB costs a prefill up to a second, and attention reads long histories more
-        slowly: with small pages, every 4 KiB take a walk through the page tables.
+        Without it, the first write to 256 MiB would cost a prefill up to a second. Attention would read long histories
+        more slowly, too: with small pages, every 4 KiB need a walk through the page tables.
         """
         return fill_ahead(self, self._mapping)

@@ -25,24 +25,24 @@ _READ_PATIENCE_S = 2.0
 _LEAVING_POLL_MS = 100
 _OPEN_AGAIN_S = 10.0
 _OPENING_PATIENCE_S = 30.0
-"""The longest that an engine which has served waits for its storage before it serves again."""
+"""The longest time for which a restarted engine waits for its storage before it serves without it."""
 
 logger = logging.getLogger(__name__)
 
 
 class AttachableTier(Tier):
-    """The tier of an engine: that of the attached storage, or one that keeps nothing.
+    """The tier of an engine: the attached storage, or a `Tier` that keeps nothing.
 
-    Opening and closing storage may take seconds, and is done in a thread; one change is made at a time. Detached
-    storage takes part in nothing any more, but the blocks that it is reading return to the pool only when the read
-    ends. If a call hangs, that may be after the change has ended.
+    Storage is opened and closed in a thread, because either may take seconds. Only one change is made at a time. Once
+    storage is detached, it gets no more work. The blocks that it is still reading into return to the pool when the read
+    ends; if a call hangs, this may be after the change has ended.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Open the storage that the configuration names.
 
-        Raises `ConfigError`, `OSError` or an error of a user's class if that cannot be done. An engine that has served
-        before serves with host memory alone if opening fails or takes long, and tries again from time to time.
+        Raises `ConfigError`, `OSError` or an error of a user's class if that fails. A restarted engine raises nothing:
+        if opening fails or takes long, it serves with host memory alone, and tries again from time to time.
         """
         self.wakeup = Wakeup()
         """Wakes the engine when there may be something to do."""
@@ -68,13 +68,13 @@ class AttachableTier(Tier):
     def attach(self, message: AttachStorage) -> None:
         """Begin to open storage; `take_answers` returns the outcome.
 
-        If that fails, storage that was to be opened again still is.
+        A failure does not end the retries to open the configured storage.
         """
         if self._begins(message.change_id, has_storage=False):
             self._opening = _Work("storage opening", self._opener(message.storage), self.wakeup.wake)
 
     def detach(self, message: DetachStorage) -> None:
-        """Do without storage from now on; `take_answers` returns an answer once it is closed."""
+        """Stop using storage at once, and close it; `take_answers` returns the answer once it is closed."""
         if self._due_s is not None:
             self._open_again_s = None
             if not isinstance(self._tier, StorageTier):
@@ -118,7 +118,7 @@ class AttachableTier(Tier):
         return self._tier.longest_rest_ms(limit_ms)
 
     def stats(self) -> TierStats | None:
-        """Return totals of all storage there ever was; `None` if there never was any."""
+        """Return the totals of all storage that was ever attached; `None` if none was."""
         stats = (self._leaving or self._tier).stats()
         if self._waits_for_storage:
             stats = self._without_storage(stats or TierStats())
@@ -128,7 +128,7 @@ class AttachableTier(Tier):
 
     @property
     def _due_s(self) -> float | None:
-        """The time to open the configured storage again; `None` if it need not be, or while any is being opened."""
+        """When to try again to open the configured storage; `None` if no retry is due, or while storage is opening."""
         return self._open_again_s if self._opening is None else None
 
     @property
@@ -137,7 +137,7 @@ class AttachableTier(Tier):
         return self._open_again_s is not None or (self._opening is not None and self._change_id is None)
 
     def _without_storage(self, stats: TierStats) -> TierStats:
-        """Return the figures of host memory, if there is any, with storage that could not be opened yet."""
+        """Add the configured storage, which could not be opened yet, to the figures as a degraded tier."""
         assert self._config.storage is not None
         assert self._config.storage.backend is not None
         levels = [*stats.levels, LevelStats("storage", is_degraded=True)]
@@ -153,7 +153,7 @@ class AttachableTier(Tier):
         self.wakeup.close()
 
     def _begins(self, change_id: int, *, has_storage: bool) -> bool:
-        """Begin a change and return whether it can be made; if not, answer it."""
+        """Begin a change, and return whether that is possible; if not, answer with the reason."""
         why_not = None
         if self._change_id is not None or self._opening is not None:
             why_not = "storage is being attached or detached; try again later"
@@ -166,7 +166,7 @@ class AttachableTier(Tier):
         return True
 
     def _go_on(self) -> None:
-        """Take what threads have done since the last call, and begin what is due."""
+        """Take the results of threads that have ended, and begin whatever is due."""
         for stuck in self._stuck:
             stuck.take_back()
         self._stuck = [stuck for stuck in self._stuck if stuck.is_reading]
@@ -193,14 +193,14 @@ class AttachableTier(Tier):
             self._use_host_memory(msgspec.structs.replace(spec, backend=None))
 
     def _use_host_memory(self, spec: TierSpec) -> None:
-        """Use host memory alone until storage is open, or neither if that fails, too."""
+        """Use host memory alone until storage is open. If that fails, too, use neither."""
         try:
             self._tier = self._tier_of(self._opener(spec)())
         except _FAILURES as error:
             logger.warning("host memory cannot be used before storage is open: %s", error)
 
     def _use(self, opened: OpenStorage | None) -> Exception | None:
-        """Use storage if it was opened, beside host memory that is used already. Return the error if that fails."""
+        """Use storage if it was opened, below host memory if that is in use already. Return the error if that fails."""
         if opened is not None:
             try:
                 if isinstance(self._tier, StorageTier):
@@ -212,7 +212,7 @@ class AttachableTier(Tier):
         return None
 
     def _take_opened(self, opened: OpenStorage | None, error: Exception | None) -> None:
-        """Use storage that was opened; if it could not be, answer so, or try again later."""
+        """Use storage that was opened. If opening failed, report the failure, or try again later."""
         if (failure := self._use(opened)) is not None:
             opened, error = None, failure
         if opened is not None:
@@ -231,7 +231,7 @@ class AttachableTier(Tier):
         self._open_again_s = time.monotonic() + _OPEN_AGAIN_S
 
     def _leave(self, leaving: StorageTier) -> None:
-        """Close storage once it reads nothing, or a call does not return in time; closing ends most such calls."""
+        """Close storage once it reads nothing, or at the end of the patience: closing ends most calls that hang."""
         leaving.before_step()
         if self._closing is None:
             if not leaving.is_reading or time.monotonic() >= self._patience_ends_s:
@@ -267,7 +267,7 @@ class AttachableTier(Tier):
 
 
 class _Work(Generic[_T]):
-    """A call in a thread of its own, with its result or error."""
+    """A call that runs in a thread of its own. `result` or `error` is set when it is over."""
 
     def __init__(self, name: str, work: Callable[[], _T], wake: Callable[[], None]) -> None:
         self.result: _T | None = None

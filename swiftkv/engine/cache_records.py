@@ -1,4 +1,4 @@
-"""Records of the latest requests, which explain why their prompts found no more of their KV."""
+"""Records that explain why the prompts of recent requests found no more of their KV in the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_NAMESPACES = 8  # namespaces remembered for one beginning
 
 
 class CacheRecords:
-    """Records each request when it begins, while the reason can still be found; that costs a look-up of its keys."""
+    """Records each request when it begins: the reason cannot be found later. This costs a look-up of its keys."""
 
     def __init__(self, scheduler: Scheduler, groups: Sequence[KVGroup]) -> None:
         self._scheduler = scheduler
@@ -35,9 +35,9 @@ class CacheRecords:
         self._num_key_bytes = 0
 
     def admitted(self, request: Request, cached_tokens: int, tier_outcome: LoadStop | None) -> None:
-        """Note why a request that begins found nothing beyond `cached_tokens`.
+        """Record why a request that begins now found no more than `cached_tokens`.
 
-        `tier_outcome` says why a tier below the pool gave less than it had, if it did.
+        `tier_outcome` is the reason why a tier below the pool gave less than it had; `None` if it did not.
         """
         keys, is_resident, _ = self._scheduler.look_up(request.request_id)
         self._remember_keys(request.request_id, keys)
@@ -100,7 +100,7 @@ class CacheRecords:
         return "never_stored", None
 
     def _is_known_elsewhere(self, request: Request) -> bool:
-        """Return whether other namespaces have had the same beginning, and this one has not."""
+        """Return whether the prompt's first block has been seen in other namespaces, but not in its own."""
         known = self._beginnings.get(blake3(request.prompt[: self._block_size].tobytes()), set())
         return bool(known) and request.namespace not in known
 

@@ -1,15 +1,19 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds.
 
-A graph is a fixed sequence of kernels over fixed addresses, so there is one per batch size, and a step takes the
-smallest that holds it: its arrays are written into that graph's tensors, the rows that it does not fill are marked as
-absent, and the graph is replayed. Context lengths are data. A sequence with a few new tokens, such as one with a draft,
-counts as that many sequences that share their blocks. Steps that copy borrowed KV have graphs of their own, with the
-copies between the layers (`master.graph_stream`), for each number of stream buffers. This is xLLM's adaptive graph mode
-(section 4.2) for the one shape that is worth it: steps with prompts run eagerly, because their kernels are long, and so
-do steps that no graph holds.
+A graph is a fixed sequence of kernels over fixed addresses, so there is one graph per batch size. A step takes the
+smallest graph that holds it: its arrays are written into that graph's tensors, the unused rows are marked as absent,
+and the graph is replayed. Context lengths are data. A sequence with a few new tokens, such as one with a draft, counts
+as that many sequences that share their blocks.
+
+Steps that copy borrowed KV have graphs of their own for each number of stream buffers, with the copies between the
+layers (`master.graph_stream`).
+
+This is xLLM's adaptive graph mode (section 4.2), for decode steps only. Steps with prompts run eagerly, because their
+kernels are long. So do steps that no graph holds.
 
 One graph has all layers. Graphs of single layers, with 2-D copies on copy engines between them, would need some forty
-launches per step and events between them; the host would be busy again while the device works, with no less to prepare.
+launches per step, and events between them. The host would then be busy while the device works, and would have to
+prepare just as much.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from swiftkv.models.decoder import Decoder
 
 MAX_TABLE_ENTRIES = 64 << 10
-"""The most blocks of a step that a graph has room for. With more context, launches are the smallest cost of a step."""
+"""The most blocks of a step that a graph has room for. With more, launches are a negligible part of the step."""
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +136,7 @@ def graph_sizes(max_num_seqs: int, max_graphs: int = 64) -> list[int]:
 
 
 def choose_size(sizes: Sequence[int], num_tokens: int) -> int | None:
-    """Return the smallest of the ascending `sizes` that holds `num_tokens` new tokens."""
+    """Return the smallest of the ascending `sizes` that holds `num_tokens` new tokens; `None` if none does."""
     index = bisect.bisect_left(sizes, num_tokens)
     return sizes[index] if index < len(sizes) else None
 
@@ -147,9 +151,9 @@ class _Captured(Generic[Inputs]):
 class _Variant(Generic[Inputs]):
     """The graphs of steps that stream through one number of buffers.
 
-    They are dropped together. cuBLAS has a workspace for the capture stream, which all of these graphs name by address,
-    and torch frees it with the first of them (github.com/pytorch/pytorch/issues/193402). What is left of their pool
-    then serves nobody else.
+    They must be dropped together. All of them refer to cuBLAS's workspace for the capture stream by its address, and
+    torch frees that workspace with the first graph (github.com/pytorch/pytorch/issues/193402). Later graphs get a new
+    memory pool.
     """
 
     stream: GraphStream | None  # None: nothing is copied
@@ -179,13 +183,13 @@ class _Variant(Generic[Inputs]):
 
 
 class DecodeGraphs(Generic[Inputs]):
-    """Graphs of one model on one device, and the number of steps that found one.
+    """The graphs of one model on one device, and counts of the decode steps that did and did not find one.
 
-    Without CUDA a graph is its launches, made one by one, so Triton's interpreter runs what a GPU replays.
+    Without CUDA, a replay makes the same launches one by one. So Triton's interpreter runs what a GPU replays.
     """
 
     def __init__(self, model: DecodeModel[Inputs], device: torch.device, num_entries: int = MAX_TABLE_ENTRIES) -> None:
-        """Nothing is captured yet. `num_entries`: block table entries that every graph has room for."""
+        """Every graph has room for `num_entries` block table entries. Nothing is captured yet."""
         self._model = model
         self._device = device
         self._num_entries = num_entries
@@ -199,10 +203,11 @@ class DecodeGraphs(Generic[Inputs]):
         return self._variants[num_buffers].sizes if num_buffers in self._variants else []
 
     def capture(self, sizes: Sequence[int], memory_limit_bytes: int, stream: GraphStream | None = None) -> None:
-        """Capture `sizes`, the largest first, in inference mode: the smaller ones then live in its memory.
+        """Capture graphs of steps that copy through `stream`, or without it of steps that copy nothing.
 
-        They are of steps that copy through `stream`, or of those that copy nothing. While all graphs would keep more
-        than `memory_limit_bytes`, the larger half of the sizes is left out, whose steps run eagerly.
+        Call it in inference mode. The largest of `sizes` is captured first, so that the others reuse its memory. While
+        all graphs together take more than `memory_limit_bytes`, the larger half of `sizes` is left out; steps of those
+        sizes run eagerly.
         """
         variant = _Variant[Inputs](stream)
         self._variants[variant.num_buffers] = variant
@@ -229,10 +234,12 @@ class DecodeGraphs(Generic[Inputs]):
         return True
 
     def run(self, plan: EngineStep) -> Tensor | None:
-        """Return hidden states [T, hidden_size] of a decode step, valid until the next; `None`: run it eagerly.
+        """Replay a decode step. Return its hidden states [T, hidden_size], valid until the next step.
 
-        The layer stream then knows the step's copies. Raises `TransferError` if they name links that are not attached
-        or bytes outside of the pools.
+        Return `None` if no graph holds the step, which the caller must then run eagerly. After a replay, the layer
+        stream knows the step's copies.
+
+        Raises `TransferError` if the copies name links that are not attached or bytes outside of the pools.
         """
         num_tokens = len(plan.token_ids)
         if num_tokens == 0 or int(np.diff(plan.query_starts).max()) > MAX_DECODE_TOKENS:
@@ -287,9 +294,10 @@ class DecodeGraphs(Generic[Inputs]):
         return replay
 
     def _reserved_bytes(self) -> int:
-        """Return the bytes of the device that this process holds, after giving back those that torch only caches.
+        """Return the bytes that this process holds on the device, after torch has given back its cached memory.
 
-        The driver's part of a graph, some 10 KB for each of its kernels, is known where the driver tells of processes.
+        The driver's own memory for graphs, some 10 KB per kernel, counts only where the driver reports memory per
+        process.
         """
         if self._device.type != "cuda":
             return 0
@@ -300,8 +308,8 @@ class DecodeGraphs(Generic[Inputs]):
 
 @cache
 def _capture_stream(device: torch.device, num_buffers: int) -> torch.cuda.Stream:
-    """Return the stream on which graphs of this kind are captured, for as long as the process lives.
+    """Return the CUDA stream on which graphs of this kind are captured: the same one each time.
 
-    Libraries keep memory for each stream that they see, also when it is gone.
+    Libraries keep memory for every stream that they have seen, even after the stream is gone.
     """
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""The start of an engine on a GPU: find out how much memory is left for KV, and capture the CUDA graphs."""
+"""The start of an engine on a GPU: measure how much memory is left for KV, and capture the CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     from swiftkv.transport.base import Transport
 
 MAX_STREAMING_GRAPHS = 24
-"""The most batch sizes to capture for steps that stream, for each number of buffers: copies make a capture several
-times as long, and a larger graph's unused rows cost little beside the copies."""
+"""The most batch sizes to capture for steps that stream, for each number of buffers.
+
+They are few because the copies make a capture several times as long. A step may then take a larger graph than it needs:
+the unused rows cost little compared with the copies.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +40,9 @@ def size_pool(
 ) -> int:
     """Return the bytes for the pool of an engine that has loaded its weights and has no pool yet.
 
-    `division` is how the pool will be divided.
+    Call it in inference mode. `division` is how the pool will be divided.
 
-    Call it in inference mode. Raises `ConfigError`, with the sum, if they do not fit.
+    Raises `ConfigError`, which shows the sum, if the device has no room for it.
     """
 
     def steps() -> None:
@@ -71,7 +74,7 @@ def run_largest_step(config: EngineConfig, model: Decoder, device: torch.device)
 def run_long_step(config: EngineConfig, model: Decoder, device: torch.device) -> None:
     """Run one token, and a prompt, after the longest history, to compile the kernels that split keys.
 
-    The largest step need not launch these.
+    `run_largest_step` may not launch these kernels.
     """
     from swiftkv.kernels.triton_schedule import MAX_DECODE_TOKENS
 
@@ -104,7 +107,7 @@ def capture_graphs(
 ) -> DecodeGraphs[DecodeInputs] | None:
     """Capture decode steps that copy nothing, in inference mode, within `GRAPH_BYTES`.
 
-    Returns `None` if the configuration wants no graphs.
+    Returns `None` with `enforce_eager`.
     """
     if config.enforce_eager:
         return None

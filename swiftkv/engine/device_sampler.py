@@ -86,7 +86,7 @@ def _joined(draws: Sequence[Draw]) -> Draw:
 
 
 def _set(values: Tensor, slot: int, value: float) -> None:
-    """Set a slot's number without a wait. An assignment would copy a tensor from the host, and wait for all steps."""
+    """Set a slot's value without making the host wait: an assignment would copy it from the host, after all steps."""
     values[slot].fill_(value)
 
 

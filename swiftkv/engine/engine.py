@@ -1,7 +1,7 @@
 """The step loop of one engine process.
 
-It is one file of more than 400 lines, so that a step can be followed from top to bottom: `Engine.step`, `_launch`,
-`_finish_steps`, `_publish`.
+Read `Engine.step`, `_launch`, `_finish_steps` and `_publish` in this order to follow a step. The file has more than 400
+lines to keep them together.
 
 A plan (`StepPlan`) has the arrays of a step:
 
@@ -13,13 +13,14 @@ A plan (`StepPlan`) has the arrays of a step:
 
 It also names three kinds of requests:
 
-- those that it admits (`new_*`);
-- those that gave up their blocks for others (`preempted_request_ids`);
-- those that now skip a part of their prompts, because storage has loaded it (`met_*`).
+- requests that it admits (`new_*`);
+- requests that it preempts (`preempted_request_ids`);
+- requests that skip the rest of their prompts, because storage has loaded it meanwhile (`met_*`).
 
 `Scheduler.commit` returns a `StepResult`. For each sampled token, in the plan's order, it has `request_ids`,
-`token_ids` and `finish_reasons`. The client gets a token whose reason is below FINISH_ABORTED; `engine/messages.py`
-says why the others do not count. For each request of the plan, `counts` says whether the step's results for it count.
+`token_ids` and `finish_reasons`. The client gets a token only if its reason is below FINISH_ABORTED;
+`engine/messages.py` lists the reasons. For each request of the plan, `counts` says whether the step's results for it
+are kept.
 """
 
 from __future__ import annotations
@@ -97,12 +98,12 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_STEP = 256
 MAX_MESSAGE_BYTES_PER_STEP = 8 << 20
-"""The bytes of messages after which the rest are read after the next step."""
+"""The engine reads no more messages before the next step once it has read this many bytes."""
 
 _STATS_INTERVAL_S = 0.1
 _STARVED_POLL_MS = 100
 _STARVED_INTERVAL_S = 0.05
-_IDLE_POLL_MS = 1000  # each poll shows the supervisor that an idle engine lives
+_IDLE_POLL_MS = 1000  # each wake-up shows the supervisor that an idle engine is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +115,18 @@ class _Launched:
     prompt_parts: list[PromptPart]
     sample: PendingSample
     launched_s: float  # monotonic: when the runner began
-    preparing_s: float  # seconds before that in which the device waited for the engine
+    preparing_s: float  # the seconds before `launched_s` for which the device had nothing to do
 
 
 class Engine:
     """Schedules, runs and samples until `Shutdown`.
 
-    Per step, Python touches arrays, not sequences. It handles single requests only when they arrive, take a slot, ask
-    for log-probabilities, or end.
+    Per step, Python handles arrays. It handles single requests only when they arrive, take a slot, ask for
+    log-probabilities, or end.
 
-    With asynchronous scheduling a step is launched before the previous one is finished (xLLM Technical Report, section
-    4.1). So the device always has something to do; but the end of a request is noticed one step late, when its next
-    token has been computed in vain.
+    With asynchronous scheduling, the engine launches a step before it finishes the previous one (xLLM Technical Report,
+    section 4.1). The device then always has work, but the engine notices the end of a request one step late: the device
+    has computed one more token for it, which is discarded.
     """
 
     def __init__(
@@ -143,7 +144,8 @@ class Engine:
         self._scheduler = make_scheduler(config, runner.group_specs)
         self._tier = AttachableTier(config, runner, self._scheduler)
         groups = [region.group for region in runner.pool.regions]
-        # Before lending: its thread uses sockets of `context`, which is destroyed if an address cannot be had.
+        # Before lending: if an endpoint cannot be bound, the caller destroys `context`, whose sockets the coordinator's
+        # thread would still be using.
         self._kv_events = open_kv_events(config.kv_events, self._scheduler, groups, config.device, context)
         self._lending = Lending(config, runner, self._scheduler, context)
         self._turns = open_turns(config, runner.kernels)
@@ -166,13 +168,13 @@ class Engine:
         self._weights = EngineWeights(runner, wake)
         self._launched: deque[_Launched] = deque()  # launched and not finished, the oldest first
         self._previous_end_s = 0.0  # monotonic: when the newest finished step was over
-        self._starved_due_s = 0.0  # monotonic: when to look for requests that have waited too long for lenders
-        self._woken_s = 0.0  # monotonic: when the engine last ended its rest
+        self._starved_due_s = 0.0  # monotonic: when to look for starved requests again
+        self._woken_s = 0.0  # monotonic: when `_wait` last returned
         self._prompt_logprobs = PromptLogprobs(runner.vocab_size, self._sampler.token_logprobs)
         self._tracer = StepTracer(self._lending.leased_bytes)
         self._requests: dict[int, Request] = {}
-        self._admitted: dict[int, Admitted] = {}  # by request: the last that was sent to the gateway
-        self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # by slot: the last request that had it
+        self._admitted: dict[int, Admitted] = {}  # by request id: the last `Admitted` sent to the gateway
+        self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # by slot: the last request in it
         self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -184,8 +186,8 @@ class Engine:
     def run(self) -> None:
         """Serve until `Shutdown`.
 
-        Raises `LoadError` if weights that were given up cannot be loaded, `FilesChangedError` if their files were
-        overwritten. Any other exception is a defect and ends the process: none is swallowed.
+        Raises `LoadError` if the weights cannot be loaded again after `Sleep`, `FilesChangedError` if their files were
+        overwritten. Any other exception is a defect, and ends the process.
         """
         try:
             self._serve()
@@ -201,8 +203,8 @@ class Engine:
             PROGRESS.works()
             if not busy and (self._stats_changed or self._tier.has_news()):
                 self._send_stats()
-            self._lending.before_step(self._finish_steps)  # takes and gives back extents; may finish steps for that
-            self._tier.before_step()  # takes blocks that storage has read, and gives it blocks to write
+            self._lending.before_step(self._finish_steps)  # applies lease changes; may have to finish steps first
+            self._tier.before_step()  # takes the blocks that storage has read, and gives it blocks to write
             self._stats_changed |= self._pins.before_step(time.monotonic())
             self._kv_events.collect()
             if not busy:
@@ -217,7 +219,7 @@ class Engine:
                     return
                 self._handle(message)
             self._take_compiled()
-            if self._weights.take():  # a thread has loaded them again
+            if self._weights.take():  # loaded again, in a thread
                 self._send(Woken(self._config.incarnation))
             for answer in self._tier.take_answers():
                 self._send_stats()
@@ -225,10 +227,10 @@ class Engine:
             busy = self.step()
 
     def step(self) -> bool:
-        """Launch the next step and finish the one before it; without asynchronous scheduling finish both.
+        """Launch the next step and finish the one before it. Without asynchronous scheduling, finish both.
 
-        Return whether another step may follow at once. If not, nothing can be scheduled before a message arrives or
-        memory is lent.
+        Return whether another step may follow at once. If not, nothing can be scheduled until a message arrives or a
+        lender lends memory.
         """
         now_s = time.monotonic()
         self._refuse_starved(now_s)
@@ -260,19 +262,20 @@ class Engine:
             self._finish_steps()
             self._runner.fence().wait()
             self._lending.transfer_failed(plan, error.links)
-            self._previous_end_s = time.monotonic()  # the next step did not take the time that this one lost
+            self._previous_end_s = time.monotonic()  # the time lost here does not count for the next step
             return
         prompt_parts = self._collect_prompt_logprobs(plan, hidden)
         if masks is not None or self._rules.are_in(plan):
-            self._finish_steps()  # masks depend on the tokens of the step before; the device is busy with this one
+            # Masks depend on the previous step's tokens. The device computes this step while the engine waits for them.
+            self._finish_steps()
         sample = self._sample(plan, hidden, masks)
         self._launched.append(_Launched(plan, self._runner.fence(), prompt_parts, sample, launched_s, preparing_s))
 
     def _finish_steps(self, keep: int = 0) -> None:
-        """Wait for the steps that were launched, all but the newest `keep`, commit them and send their tokens."""
+        """Wait for all launched steps but the newest `keep`, commit them and send their tokens."""
         while len(self._launched) > keep:
             step = self._launched.popleft()
-            step.fence.wait()  # even if nothing was sampled: after the commit, others may write to blocks it reads
+            step.fence.wait()  # even if nothing was sampled: once committed, the step's blocks may be overwritten
             exposed_s = 0.0  # the time that the model waited for copies
             if self._runner.layer_stream is not None and step.plan.has_copies:
                 exposed_s = self._runner.layer_stream.step_ended()
@@ -286,7 +289,7 @@ class Engine:
             self._publish(step.plan, sampled, result, traces)
 
     def _take_duration(self, launched_s: float) -> float:
-        """Return the seconds that the device took for the step that is over, without its wait for the step before."""
+        """Return the seconds for which the finished step kept the device busy, and note when it ended."""
         begun_s, self._previous_end_s = max(launched_s, self._previous_end_s), time.monotonic()
         return self._previous_end_s - begun_s
 
@@ -316,7 +319,7 @@ class Engine:
         self._tier.wakeup.take()
 
     def _receive(self) -> list[ToEngine]:
-        """Return the messages that have come, at most as many as running requests may wait for."""
+        """Return the messages that have come. Their number and size are limited, because running requests wait."""
         messages: list[ToEngine] = []
         num_bytes = 0
         while len(messages) < MAX_MESSAGES_PER_STEP and num_bytes < MAX_MESSAGE_BYTES_PER_STEP:
@@ -330,14 +333,14 @@ class Engine:
         return messages
 
     def _refuse_starved(self, now_s: float) -> None:
-        """Refuse requests that have waited too long for others to lend memory.
+        """Refuse requests that have waited too long for lenders to lend memory.
 
-        Without lending a request that cannot fit is refused on arrival.
+        Without lending, a request that cannot fit is refused on arrival.
         """
         lending = self._config.lending
         if lending is None or now_s < self._starved_due_s:
             return
-        self._starved_due_s = now_s + _STARVED_INTERVAL_S  # it looks at every request that waits
+        self._starved_due_s = now_s + _STARVED_INTERVAL_S  # not in every step: `starved` visits all waiting requests
         starved = self._scheduler.starved(now_s, lending.max_wait_s)
         if not starved:
             return
@@ -413,7 +416,7 @@ class Engine:
             self._enqueue(request)
 
     def _take_compiled(self) -> None:
-        """Queue the requests whose grammars have been compiled; refuse those whose grammars could not be."""
+        """Queue the requests whose grammars have been compiled. Refuse requests whose grammars cannot be compiled."""
         for request, why_not in self._grammars.take_compiled():
             if why_not is None:
                 self._enqueue(request)
@@ -462,7 +465,7 @@ class Engine:
         self._tracer.discard(request_id)
 
     def _seat(self, plan: StepPlan) -> None:
-        """Tell the sampler which request has which slot in this plan; preempted requests leave theirs first."""
+        """Tell the sampler which slots this plan takes from preempted requests, and which request gets which slot."""
         for request_id in plan.preempted_request_ids.tolist():
             for slot in np.flatnonzero(self._slot_taken & (self._slot_request_ids == request_id)).tolist():
                 self._slot_taken[slot] = False
@@ -511,16 +514,16 @@ class Engine:
                 )
             )
         if np.any(reasons != FINISH_RUNNING):
-            self._part_with(plan, sampled, result)
+            self._drop_finished(plan, sampled, result)
 
     def _offer_prompt(self, request_id: int) -> None:
-        """Offer the prompt of a request that ends to storage, if its client wants it to last there."""
+        """Offer storage the prompt of a request that is ending, if the client asked for it to be stored."""
         request, keys = self._requests.get(request_id), self._cache_records.keys_of(request_id)
         if request is not None and request.is_to_last and keys is not None:
             self._scheduler.offer_prefix(keys)
 
-    def _part_with(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
-        """Have the sampler take back the tokens that do not count, and forget the requests that ended."""
+    def _drop_finished(self, plan: StepPlan, sampled: Sampled, result: StepResult) -> None:
+        """Have the sampler retract the tokens that do not count, and forget the requests that ended."""
         reasons = result.finish_reasons
         is_retracted = (reasons == FINISH_DROPPED) | (reasons == FINISH_REJECTED)
         retracted = np.flatnonzero(is_retracted)
@@ -531,7 +534,10 @@ class Engine:
             self._forget(request_id)
 
     def _follow_grammars(self, result: StepResult, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Give grammars the tokens of `rows`. Return the rows of requests that can go on."""
+        """Give the matchers the tokens of `rows`, and refuse requests whose matchers cannot go on.
+
+        Return the rows of the other requests.
+        """
         request_ids = result.request_ids[rows]
         token_ids, reasons = (array[rows].tolist() for array in (result.token_ids, result.finish_reasons))
         failed = self._grammars.advance(request_ids.tolist(), token_ids, reasons)
@@ -543,7 +549,10 @@ class Engine:
         return rows[~np.isin(request_ids, list(failed))]
 
     def _announce_admitted(self, plan: StepPlan) -> None:
-        """Tell the gateway which requests have left the queue, before the step runs: a prefill may take seconds."""
+        """Tell the gateway which requests have left the queue.
+
+        Call it before the step runs, because a prefill may take seconds.
+        """
         admitted = self._newly_admitted(plan) if len(plan.new_request_ids) else []
         for request_id, (first, end) in zip(plan.met_request_ids.tolist(), plan.met_blocks.tolist(), strict=True):
             if request_id in self._admitted:
@@ -566,7 +575,7 @@ class Engine:
         return admitted
 
     def _found_more(self, request_id: int, first: int, end: int) -> Admitted:
-        """Return all that a request found, including blocks `first` to `end`, which storage has loaded."""
+        """Return all cached tokens of a request, now with blocks `first` to `end`, which storage has loaded."""
         before, block_size = self._admitted[request_id], self._config.block_size
         loaded = hits_elsewhere(self._tier.met(request_id, first, end), np.empty(0, np.int32), block_size)
         num_more = (end - first) * block_size
@@ -591,5 +600,5 @@ class Engine:
         return self._statistics.now()
 
     def _send(self, message: FromEngine) -> None:
-        """Send a message; block while the gateway does not keep up."""
+        """Send a message. Block while the gateway is behind."""
         self._outputs_socket.send(self._encoder.encode(message))

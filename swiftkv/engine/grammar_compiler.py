@@ -21,7 +21,7 @@ _STACK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A matcher at the beginning of its grammar, to be copied; all copies share the states of its automaton."""
+    """A matcher at the beginning of its grammar. Requests get copies of it, which share the states of its automaton."""
 
     grammar: str
     matcher: LLMatcher
@@ -29,7 +29,7 @@ class Compiled:
 
 
 class GrammarCompiler:
-    """Compiles grammars. All calls come from the thread of the step loop, those of `alone` from any."""
+    """Compiles grammars. Call `alone` from any thread, and everything else from the thread of the step loop."""
 
     def __init__(self, tokenizer: LLTokenizer, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, when `take_compiled` has something."""
@@ -61,10 +61,10 @@ class GrammarCompiler:
         return None
 
     def take_compiled(self) -> Iterator[tuple[str, ValueError | None]]:
-        """Yield the grammars that were compiled since the last time, or why one could not be.
+        """Yield the grammars that were compiled since the last call, each with the error if it could not be compiled.
 
-        Each is kept at least until the next one is yielded; later it may have to make room. Raises the error that ended
-        the compiler, because the requests of its grammar would wait for ever.
+        A grammar is kept at least until the next one is yielded; later it may be evicted. Raises the error that ended
+        the compiler, because the requests that wait for it would wait for ever.
         """
         while not self._compiled.empty():
             grammar, outcome = self._compiled.get()
@@ -81,9 +81,10 @@ class GrammarCompiler:
             yield grammar, None
 
     def alone(self, full: Compiled) -> LLMatcher | None:
-        """Return a matcher with an automaton of its own, because that of `full` has all the states that it may have.
+        """Return a matcher with an automaton of its own, in place of that of `full`, which may have no more states.
 
-        Return `None` if that would hold up a step for long. Later requests have the grammar compiled anew in any case.
+        Return `None` if compiling would hold up a step for long. In any case `full` is forgotten, so the next request
+        has the grammar compiled again.
         """
         with self._kept_lock:
             if self._kept.get(full.grammar) is full:

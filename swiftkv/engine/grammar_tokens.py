@@ -17,10 +17,10 @@ _LONGEST_BYTES = 1023
 
 
 def open_tokenizer(directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
-    """Return the tokens of a checkpoint, or `None` if they cannot be had: then no answer can be held to a grammar.
+    """Return the tokens of a checkpoint; `None` if they cannot be read, so that no answer can follow a grammar.
 
-    A text in a grammar is never spelled with a special token, nor with one that is too long for llguidance: other
-    tokens can spell it. Nor is it with one that the model lacks, as a Gemma 3 of text alone lacks that of images.
+    Three kinds of tokens never spell the text of a grammar, because other tokens can: special tokens, tokens that are
+    too long for llguidance, and tokens that the model lacks, such as the image token in a text-only Gemma 3.
     """
     file = directory / "tokenizer.json"
     if not eos_token_ids or not file.is_file():
@@ -50,7 +50,7 @@ class _AddedToken(msgspec.Struct):
 
     @property
     def has_tag_form(self) -> bool:
-        """Whether llguidance takes the token for one without a text, whatever the file says, and yet spells with it."""
+        """Whether llguidance takes the token for a special one by its form alone, and still spells text with it."""
         return self.content.startswith("<") and self.content.endswith(">")
 
     @property
@@ -85,10 +85,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def _for_grammars(tokenizer: dict[str, Any], tokens: _TokenizerFile, long: set[str]) -> str:
-    """Return a `tokenizer.json` whose texts can all be spelled.
+    """Return a `tokenizer.json` with which llguidance spells texts as the model does.
 
-    Special tokens and `long` ones get short names, which are no text. Tags such as `<tool_call>` that are not special
-    become ordinary tokens. Changes `tokenizer`, of which only `tokens` stay.
+    Special and `long` tokens get short names, which no text has. Tags such as `<tool_call>` that are not special become
+    ordinary tokens. Changes `tokenizer`, and keeps only its `tokens`.
     """
     added_tokens, ids = tokens.added_tokens, tokens.ids()
     ordinary = {t.content for t in added_tokens if t.has_tag_form and t.is_plain and not t.special} - long
@@ -98,7 +98,7 @@ def _for_grammars(tokenizer: dict[str, Any], tokens: _TokenizerFile, long: set[s
     added = {token["id"]: token for token in tokenizer.get("added_tokens", []) if token["id"] in kept}
     added |= {ids[text]: _special_token(ids[text], name) for text, name in names.items()}
     model = tokenizer["model"]
-    # Every added token is in the vocabulary, too: otherwise those behind one that is no longer added got other ids.
+    # The vocabulary gets every added token, too. Otherwise the tokens after one that is no longer added would shift.
     model["vocab"] = _whole_vocab(model["vocab"], {names.get(text, text): token_id for text, token_id in ids.items()})
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]

@@ -1,6 +1,6 @@
-"""The grammars that hold the answers of running requests.
+"""The grammars of running requests, and the token masks that they make for each step.
 
-Each request has a matcher of its own, which knows the tokens that it has been given. The matchers make a step's masks
+Each request has a matcher of its own, which has consumed the request's tokens so far. Matchers make a step's masks
 while the model computes: on the CPU at once, on a GPU as soon as the tokens of the step before are known.
 """
 
@@ -27,7 +27,7 @@ from swiftkv.engine.token_masks import MASK_BITS, TokenMasks, forbid_unless_need
 from swiftkv.grammars import error_of, is_full
 
 _TOKENS_PER_AUTOMATON = 64
-"""The least tokens of an answer from one automaton of its own to the next: making one may take some steps' time."""
+"""The fewest tokens between two new automata for one answer, because making one may take as long as several steps."""
 _MAX_THREADS = 8
 
 
@@ -36,10 +36,10 @@ class _Held:
     """A request and its matcher.
 
     Attributes:
-        compiled: What the first matcher is a copy of.
+        compiled: The compiled grammar of which the first matcher is a copy.
         taken: The tokens that the matcher has consumed.
-        failure: The number of consumed tokens after which the latest step could make no mask, and why.
-        alone_since: The number of consumed tokens when the matcher got an automaton of its own; `None`: it has none.
+        failure: If the latest step could not make a mask: the number of consumed tokens before it, and the reason.
+        alone_since: The number of consumed tokens when the matcher got an automaton of its own; `None`: it shares one.
     """
 
     request: Request
@@ -58,7 +58,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Successive rows of one request: the first follows its last token, each other one follows one more guess."""
+    """Successive rows of one request. The first follows its last token, and each further row one more guess."""
 
     held: _Held
     first_row: int
@@ -75,7 +75,7 @@ class _Rows:
         return reasoning.marks.begin if reasoning is not None and reasoning.may_begin else None
 
     def parted(self) -> tuple[list[int], _Rows | None]:
-        """Return the rows of reasoning, at which the answer must not end, and the rows that the grammar holds."""
+        """Split the rows: return those of reasoning, at which the answer must not end, and those under the grammar."""
         if self.held.reasoning is None or not self.held.reasoning.is_inside:
             return [], self
         reasoning, count = replace(self.held.reasoning), 1
@@ -134,7 +134,7 @@ class Grammars:
         return True
 
     def take_compiled(self) -> list[tuple[Request, str | None]]:
-        """Return the requests whose grammars have been compiled since the last time, and why if one could not be."""
+        """Return the requests whose grammars were compiled since the last call, each with the reason if that failed."""
         taken: list[tuple[Request, str | None]] = []
         for grammar, error in () if self._compiler is None else self._compiler.take_compiled():
             for request in [each for each in self._waiting.values() if each.sampling.grammar == grammar]:
@@ -169,7 +169,7 @@ class Grammars:
     def advance(
         self, request_ids: Sequence[int], token_ids: Sequence[int], finish_reasons: Sequence[int]
     ) -> dict[int, str]:
-        """Give the matchers the tokens that requests have got, in order. Return those that cannot go on, and why."""
+        """Give the matchers the new tokens of requests, in order. Return the requests that cannot go on, and why."""
         failed: dict[int, str] = {}
         for request_id, token_id, reason in zip(request_ids, token_ids, finish_reasons, strict=True):
             held = self._held.get(request_id)
@@ -192,7 +192,7 @@ class Grammars:
     def _why_not(self, held: _Held, token_id: int, *, is_last: bool) -> str | None:
         """Give a matcher the next token, unless it is the last. Return why the answer cannot go on, if it cannot."""
         if held.failure is not None and held.failure[0] == len(held.taken):
-            return held.failure[1]  # the token comes from a mask that allows only the end of the answer
+            return held.failure[1]  # the token means nothing: the failed mask allowed only the end of the answer
         if is_last:
             return None
         held.taken.append(token_id)
@@ -201,10 +201,10 @@ class Grammars:
         return error_of(held.matcher)
 
     def _move(self, held: _Held, failed: LLMatcher) -> bool:
-        """Give a request an automaton of its own if `failed`, its matcher or a copy of it, found its automaton full.
+        """Give a request an automaton of its own if the automaton of `failed`, its matcher or a copy of it, is full.
 
-        The states of other answers, and those of tokens that were allowed and not taken, are not in the new one. Return
-        whether there is one; its matcher has taken the request's tokens.
+        The new automaton has only the states of this answer's tokens, so it has room. Its matcher consumes them here.
+        Return whether there is a new automaton.
         """
         is_due = held.alone_since is None or len(held.taken) - held.alone_since >= _TOKENS_PER_AUTOMATON
         if not (is_due and is_full(failed)):
@@ -232,7 +232,7 @@ class Grammars:
         return rows
 
     def _masks(self, endless: Sequence[int], rows: Sequence[_Rows]) -> TokenMasks | None:
-        """Return the masks of `endless` rows, which forbid only ends of sequence, and of the rows with grammars."""
+        """Return the masks of `endless` rows, which forbid only end-of-sequence tokens, and of rows with grammars."""
         held = self._fill(rows) if rows else None
         if not endless:
             return held
@@ -250,7 +250,7 @@ class Grammars:
         target = (bits.ctypes.data, bits.strides[0], len(bits))
         begins = np.cumsum([0, *map(len, rows)]).tolist()
         alone = [(each.held.matcher, begin) for each, begin in zip(rows, begins, strict=False) if not each.draft]
-        # Copies take the guesses: llguidance 1.9 does not undo those well that a grammar names as tokens, such as tags.
+        # Copies consume the guesses, because llguidance 1.9 fails to undo tokens that a grammar names, such as tags.
         drafted = [
             (each.held.matcher.deep_copy(), begin, each.draft)
             for each, begin in zip(rows, begins, strict=False)
@@ -258,7 +258,7 @@ class Grammars:
         ]
         if self._executor is None:
             self._executor = LLExecutor(self._num_threads)
-        if self._num_threads == 1:  # this thread does it itself: the executor's one would have to be woken
+        if self._num_threads == 1:  # the only thread of the executor would have to be woken
             address, row_bytes, _ = target
             for matcher, begin in alone:
                 matcher.unsafe_compute_mask_ptr(address + begin * row_bytes, row_bytes)
@@ -283,7 +283,7 @@ class Grammars:
         return TokenMasks(np.array(row_ids, np.int32), bits)
 
     def _refill(self, rows: _Rows, failed: LLMatcher, bits: npt.NDArray[np.uint32]) -> None:
-        """Make the masks of a request again, after its matcher, or the copy that took its guesses, could not.
+        """Make the masks of a request again, after its matcher, or the copy that consumed its guesses, has failed.
 
         Args:
             bits: The masks of `rows`.
@@ -293,7 +293,10 @@ class Grammars:
             rows.held.failure = self._fill_one_by_one(rows, bits)
 
     def _fill_one_by_one(self, rows: _Rows, bits: npt.NDArray[np.uint32]) -> tuple[int, str] | None:
-        """Make the masks of a request. Return after how many consumed tokens one could not be made, and why."""
+        """Make the masks of a request one by one.
+
+        If one cannot be made, return the number of consumed tokens before it, and the reason.
+        """
         matcher = rows.held.matcher.deep_copy()
         for offset, mask in enumerate(bits):
             if offset:
@@ -308,7 +311,7 @@ class Grammars:
         return None
 
     def _allow_only_ends_after_ends(self, bits: npt.NDArray[np.uint32], draft: Sequence[int]) -> None:
-        """Fill the rows behind a guess that ends the sequence: where `min_tokens` is not reached, another end follows.
+        """Allow only the end in rows after a guess that ends the sequence: before `min_tokens`, another end follows.
 
         Args:
             bits: The rows after the guesses of `draft`, and any that come behind them.

@@ -1,11 +1,11 @@
 """Sends KV events to routers, in vLLM's format (`vllm/distributed/kv_events.py`).
 
 A PUB socket sends [topic, number, payload] for each batch; numbers are 8 bytes, big-endian, from 0 for each start of an
-engine. A ROUTER socket answers [empty, number] with [empty, number, payload] for each batch from that number on, as far
-as they are kept, and ends with number -1 and an empty payload. A payload is MessagePack: [time, events, rank].
+engine. A ROUTER socket answers [empty, number] with [empty, number, payload] for each batch from that number on that is
+still kept, and ends with number -1 and an empty payload. A payload is MessagePack: [time, events, rank].
 
-Events name a KV group and a medium: `CPU` or `GPU` for the engine's own pool, `PEER` for that of a lender. A block that
-moves is stored in one and removed from the other, without its tokens.
+Events name a KV group and a medium: `CPU` or `GPU` for the engine's own pool, `PEER` for a lender's. A block that moves
+is reported as stored in one medium and removed from the other, without its tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swiftkv.errors import ConfigError
 from swiftkv.wakeup import Wakeup
 
 MAX_EVENTS = 1 << 16
-"""The most events that the core keeps between two calls of `collect`; beyond, it reports that all blocks are gone."""
+"""The most events that the core keeps between two calls of `collect`. Instead of more, it sends `AllBlocksCleared`."""
 
 _STORED, _REMOVED, _CLEARED = range(3)
 _NO_TEXT, _FIRST, _BEHIND_ANOTHER = range(3)
@@ -80,7 +80,7 @@ class KVEvents:
 
 
 class EventFormat:
-    """Converts the core's events to those that subscribers get."""
+    """Converts the core's events to vLLM's."""
 
     def __init__(self, groups: Sequence[KVGroup], local_medium: Literal["CPU", "GPU"], block_size: int) -> None:
         self._groups = groups
@@ -189,7 +189,7 @@ def _without_trailing_nones(event: Event) -> list[Any]:
 
 
 class ZmqKVEvents(KVEvents):
-    """A thread that encodes events, sends them, and sends them again on demand. The engine's thread hands them over."""
+    """A thread that encodes and sends the events that `collect` takes, and sends them again on demand."""
 
     def __init__(
         self, spec: KVEventsSpec, scheduler: Scheduler, event_format: EventFormat, context: zmq.Context[Any]

@@ -57,7 +57,7 @@ def make_scheduler(config: EngineConfig, group_specs: list[GroupSpec]) -> Schedu
 
 
 class Lending:
-    """The part of lending that the step loop does, and the thread that does the rest.
+    """Lending as the step loop sees it: starts the coordinator's thread, and applies lease changes between steps.
 
     Without a `LendingSpec` there is no thread, and every call returns at once.
     """
@@ -89,7 +89,10 @@ class Lending:
             self._borrower.apply_pending(finish_steps)
 
     def demand_changed(self) -> None:
-        """Note that requests came, grew or went, so that lent blocks may be needed here."""
+        """Wake the coordinator if the engine's own requests are short of blocks: it then recalls some.
+
+        Call it when requests have come, grown or ended.
+        """
         if self._wire is not None and self._scheduler.is_short():
             self._wire.wake()
 
@@ -104,9 +107,9 @@ class Lending:
         )
 
     def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
-        """Give up a step whose copies over `links` failed; if `links` is empty, any link of the step may be to blame.
+        """Give up a step whose copies over `links` failed. If `links` is empty, all links of the step count as failed.
 
-        The step does not count, and these lenders are attached anew.
+        The step's results are discarded. The lenders are detached, and attached again later.
         """
         assert self._coordinator is not None
         assert self._borrower is not None
@@ -141,7 +144,7 @@ class Lending:
 
 
 class _PeerPools:
-    """The `PeerPools` of an engine that borrows, reached by its transport."""
+    """The `PeerPools` of an engine: attaches lenders' pools to the transport of all ranks."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -159,13 +162,13 @@ class _PeerPools:
 
 
 def _serve_link(runner: ModelRunner, transport: str, deadline_s: float, store_path: str) -> threading.Thread | None:
-    """Publish an engine's pool for one link, and return the thread that serves it, if the transport has one."""
+    """Publish an engine's pool for one link. Return the thread that serves it; `None` if the transport needs none."""
     published = publish_pool(Path(store_path), runner.pool, runner.other_ranks, is_mapped=transport != "p2p")
     return serve_p2p(runner.pool, published, deadline_s=deadline_s) if transport == "p2p" else None
 
 
 def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -> None:
-    """Check that borrowers know where this pool's blocks lie; otherwise they would write to the wrong memory."""
+    """Assert that borrowers know where this pool's blocks lie. Otherwise they would write to the wrong memory."""
     for link in links:
         region = regions[link.lender_group]
         assert link.lender_base_offset_bytes == region.base_offset_bytes, f"{link} begins elsewhere: {region}"

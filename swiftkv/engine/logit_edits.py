@@ -1,4 +1,4 @@
-"""The edits of one request to its logits, the same at every step: logit bias, and ends that come too early."""
+"""The edits of one request to its logits, the same in every step: logit bias, and no end before `min_tokens`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LogitEdits:
     def of(cls, request: Request) -> LogitEdits | None:
         """Return the edits that `request` asks for, or `None` if it asks for none."""
         bias = request.sampling.logit_bias or {}
-        # With a grammar, its masks forbid them, unless the grammar allows nothing else.
+        # With a grammar, the masks forbid early ends, except where the grammar allows nothing else.
         is_masked = request.sampling.grammar is not None
         late = request.late_token_ids.tolist() if request.sampling.min_tokens and not is_masked else []
         tokens = sorted({*bias, *late})

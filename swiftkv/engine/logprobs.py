@@ -21,7 +21,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """Return logprobs of `token_ids` [N] under `logits` [N, vocab], and the `top_counts[i]` likeliest of row i.
 
-    Equally likely tokens stand in the order of their ids, of which a greedy request gets the first.
+    Equally likely tokens come in the order of their ids: a greedy request gets the first of them.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = torch.from_numpy(token_ids).to(logits.device, torch.int64).unsqueeze(1)  # [N, 1]
@@ -39,8 +39,8 @@ def token_logprobs(
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the tokens [N, count] of the largest of `logits` [N, vocab], in falling order, equals by id."""
-    # torch may give equals in any order, and any of those that are equal to the last.
+    """Return the tokens [N, count] of the largest `logits` [N, vocab], in falling order; equal ones in order of id."""
+    # torch returns equal values in any order, and if several tokens tie for the last place, any of them.
     values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=-1)
     for row in torch.nonzero(values[:, count - 1 : count] == values[:, count:])[:, 0].tolist():
         at_least = torch.nonzero(~(logits[row] < values[row, count - 1])).squeeze(1)  # and NaN

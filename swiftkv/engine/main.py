@@ -1,7 +1,7 @@
 """An engine process: `python -m swiftkv.engine.main`, with an `EngineConfig` as the first line of standard input.
 
-The end of standard input says that the parent is gone, and ends the process at once; if the process is stopped or
-stuck, the kernel ends it. The other ends and their exit codes:
+The process ends at once when its standard input ends, because the parent is gone then. If the process is stopped or
+stuck, the kernel ends it instead. Its exit codes:
 
 - SIGTERM and `Shutdown`: 0;
 - a model that cannot be loaded: EXIT_LOAD_FAILED, and one line on standard error;
@@ -53,9 +53,10 @@ def _import_run() -> Callable[[bytes, Background], int]:
 
 
 def _quieten_threads() -> None:
-    """Let no thread of the libraries that torch brings spin while it waits: the cores belong to other engines too.
+    """Stop the threads of torch's libraries from spinning while they wait: other engines need the cores.
 
-    numpy's threads would begin on its import, with the priority of the importing thread, and have no work here.
+    numpy gets a single thread. It has no work here, and threads that it starts on import would keep the low priority of
+    the importing thread.
     """
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["GOMP_SPINCOUNT"] = "0"
@@ -69,9 +70,9 @@ def _exit_with_parent() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End this process, which has closed everything of its own.
+    """End this process, which has closed everything that it opened.
 
-    A normal exit would now and then abort, when threads of libraries return from C++ too late.
+    A normal exit aborts now and then, when a thread of a library returns from C++ after the interpreter has ended.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -16,8 +16,8 @@ _Made: TypeAlias = "queue.SimpleQueue[TokenMasks | Exception | None]"
 class MaskThread:
     """Makes masks in the order in which they were asked for.
 
-    It uses plain queues: a model's step evicts everything else from the processor's caches, and then an executor and
-    its futures, whose locks are Python code, would cost a step twice as much.
+    It uses plain queues, not an executor. A step of the model evicts everything else from the processor's caches, and
+    an executor's Python code would then cost each step twice as much.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MaskThread:
         self._thread.start()
 
     def begin(self, make: MakeMasks) -> _Made:
-        """Have masks made. Return the queue that gets them, or the error to raise instead."""
+        """Have masks made. Return a queue that gets the masks, or an error for the caller to raise."""
         made: _Made = queue.SimpleQueue()
         self._wanted.put((make, made))
         return made

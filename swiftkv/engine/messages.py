@@ -48,7 +48,7 @@ HIT_TIERS = ("local", "peer", "host", "storage")
 """The tiers in which prompts find their KV, the nearest first."""
 
 POOLED_TOKEN = 0
-"""The token that is committed for a pooled request, which samples none: its stop token, so that the request ends."""
+"""The token that is committed for a pooled request, which samples none. It is the request's stop token, and ends it."""
 
 _DEADLINES_PER_WATCHDOG = 4  # the watchdog ends an engine whose step waits for this many silent lenders in turn
 
@@ -64,12 +64,12 @@ EXIT_GAVE_UP = 5
 
 
 class KVEventsSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The sockets and queues of an engine's KV events: `kv_events_config`."""
+    """The sockets and queues of an engine's KV events, from `kv_events_config`."""
 
     endpoint: str
     replay_endpoint: str | None = None  # None: no batch can be asked for again
     buffer_steps: int = 10_000  # batches that are kept for subscribers that ask again
-    hwm: int = 100_000  # the most batches that wait for one subscriber, which misses any more
+    hwm: int = 100_000  # the most batches that wait for one subscriber; further ones are dropped for it
     max_queue_size: int = 100_000  # the most batches that wait to be sent
     topic: str = ""
     encoding: Literal["map", "array"] = "map"
@@ -112,9 +112,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduling_policy: SchedulingPolicy = "priority"
     target_ttft_s: float = 10.0  # seconds until the first token of a request without a target is due
     target_tpot_s: float | None = None  # the most that a step with decodes should take, prompts included
-    long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; longer ones are long
-    max_num_partial_prefills: int | None = None  # prompts that are computed in part at once
-    max_long_partial_prefills: int = 1  # the most long ones among them
+    long_prefill_token_threshold: int | None = None  # the most tokens of one prompt in a step; with more, it is long
+    max_num_partial_prefills: int | None = None  # the most prompts that are computed in part at once
+    max_long_partial_prefills: int = 1  # the most long prompts among them
     prompt_lookup: PromptLookup | None = None  # None: no drafts
     enable_prefix_caching: bool = True
     max_pinned_share: float = 0.25  # the most of the pool that pins may take
@@ -129,8 +129,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int = 0  # the number of this process among them; the gateway knows only rank 0
     watchdog_s: float = 120.0  # an engine without progress for so long is ended; waits within a step have to be shorter
     ranks_directory: str = ""  # where ranks find each other; rank 0 makes it, with mode 0700
-    has_served: bool = False  # as an earlier process, so its storage could be opened then
-    step_time_s: list[float] = []  # the costs of STEP_TIME_TERMS as an earlier engine learnt them; empty: not known
+    has_served: bool = False  # an earlier process of this engine has served, so its storage could be opened then
+    step_time_s: list[float] = []  # the costs of STEP_TIME_TERMS, learnt by an earlier process; empty: not known
     incarnation: int = 0  # random, repeated in `Ready`: tells this start of the engine from others
     share: ShareSpec | None = None  # None: the operating system alone divides the cores
     log_level: str = "info"
@@ -150,11 +150,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReasoningMarks(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that separate reasoning, which no grammar holds, from the rest of the answer."""
+    """The tokens that separate reasoning, where no grammar applies, from the rest of the answer."""
 
-    end: list[int]  # these in a row end the reasoning
-    begin: int | None = None  # as the first token of the answer it begins the reasoning; None: the answer begins inside
-    is_last: bool = False  # the answer may end within the reasoning, as after the call of a tool
+    end: list[int]  # the reasoning ends with these tokens in a row
+    begin: int | None = None  # opens the reasoning if it is the answer's first token; None: the answer begins inside
+    is_last: bool = False  # the answer may end within the reasoning, as it does after the call of a tool
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -179,7 +179,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     reasoning: ReasoningMarks | None = None  # None: the grammar holds from the first token
     allowed_token_ids: list[int] | None = None  # None: all
     bad_words: list[list[int]] = []  # each a word's tokens, which the answer never has in a row
-    thinking_budget: int | None = None  # the most tokens of the reasoning, which needs `reasoning`; None: no limit
+    thinking_budget: int | None = None  # the most tokens of reasoning, only with `reasoning`; None: no limit
 
 
 class Pooling(msgspec.Struct, array_like=True, frozen=True):
@@ -215,7 +215,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
 
 
 class Sleep(msgspec.Struct, tag="sleep", array_like=True, frozen=True):
-    """Has the engine give up its weights. It keeps its pool and goes on lending; it has no requests, and gets none."""
+    """Has the engine give up its weights. It keeps its pool and goes on lending. No request may run or arrive then."""
 
 
 class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
@@ -344,7 +344,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens_total: int  # computed, not taken from the cache
     generation_tokens_total: int
     prefix_hit_tokens_peer_total: int = 0  # the part of `prefix_hit_tokens_total` found in borrowed blocks
-    window_missed_tokens_total: int = 0  # cached beyond the hits, but without the sliding-window KV before their end
+    window_missed_tokens_total: int = 0  # cached tokens that could not be used, because a window's tail was gone
     kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
     kv_tokens_peer: int = 0  # the same in borrowed blocks
     layer_stream_load: Histogram | None = None  # once per step that streams: time that copies from lenders took
@@ -365,7 +365,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     num_displaced_total: list[int] = []  # the part of `num_preemptions_total` for a higher tier, by service tier
     pins: list[PinView] = []
     usual_step_time_s: list[float] = []  # `step_time_s` fitted to thousands of steps, for the long run
-    usual_token_ratios: list[float] = []  # by TOKEN_POINTS: what steps took, divided by what that fit says
+    usual_token_ratios: list[float] = []  # by TOKEN_POINTS: measured time divided by that fit's time
     step_tokens: Histogram | None = None  # per step: its tokens of prompts, and those that it generated
 
     def hit_tokens_by_tier(self) -> dict[str, int]:
@@ -408,10 +408,10 @@ class StepTrace(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """The outcome of one step: one entry of the three arrays per token, those of a request one after the other.
+    """The outcome of one step. The three arrays have one entry per token; a request's tokens are in order.
 
-    `stats` comes at most every 100 ms while the engine is busy, and always when it falls idle, so the last stats
-    are right for an engine at rest. A message may consist of stats alone.
+    `stats` comes at most every 100 ms while the engine is busy, and always when it becomes idle. So the last stats are
+    right for an idle engine. A message may have stats alone.
     """
 
     request_ids: bytes  # uint64

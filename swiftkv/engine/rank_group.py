@@ -49,7 +49,7 @@ class RankGroup:
         self._bound_waits(_LOAD_TIMEOUT_S)
 
     def begin(self, deadline_s: float, told: Sequence[int] = ()) -> list[list[int]]:
-        """Return when every rank is here, with what each tells, as many numbers from all.
+        """Wait until every rank has called this, and return the numbers that each one told, equally many.
 
         From then on no call waits longer than `deadline_s` for another rank.
         """
@@ -95,8 +95,8 @@ class RankGroup:
 
 def _nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # An idle engine is no dead one, and the engine watches its ranks itself: NCCL's own watchdog would abort all that
-    # wait for a silent rank, the leader included, so that nobody could say which rank it was.
+    # The engine watches its ranks itself, and may be idle for long. NCCL's watchdog would abort every rank that waits
+    # for a silent one, rank 0 included, and then nobody could say which rank was silent.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")

@@ -5,10 +5,10 @@ for each. So all ranks make the same calls in the same order.
 
 The ranks live and die together: a follower ends with its standard input, which rank 0 holds open, and rank 0 watches
 every follower. Within a step no rank waits for another beyond a deadline; between steps the followers wait for orders
-without one. A rank that misses the deadline is found by elimination: every follower that lives and finds another one
-missing ends with `EXIT_GAVE_UP`, so the one that has not ended is the silent one.
+without one. A rank that misses the deadline is found by elimination: every live follower that waits for it in vain ends
+with `EXIT_GAVE_UP`, so the rank that has not ended is the silent one.
 
-It is one file of more than 400 lines, so that each order of rank 0 stands beside what the followers do with it.
+The file has more than 400 lines, so that each order of rank 0 stands beside what the followers do with it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GIVE_UPS_PER_WATCHDOG = 8  # sets the time in which live followers must notice 
 
 
 class StepOrder(msgspec.Struct, tag="step", array_like=True, frozen=True):
-    """Compute this step; `ModelInput` describes the arrays. All int32, but `runs`."""
+    """Compute this step. `ModelInput` describes the arrays. All are int32 except `runs`."""
 
     token_ids: bytearray
     positions: bytearray
@@ -184,8 +184,8 @@ class LeadingRunner(ModelRunner):
     def rank_pools(self) -> list[torch.Tensor]:
         """Return the pools of all ranks, as `ModelRunner.rank_pools` does.
 
-        They may be read between two steps: our part of a step ends only after the others have sent their parts of its
-        last layer, before which they have written their KV.
+        They may be read between two steps. A step ends here only after the other ranks have sent their parts of its
+        last layer, and they write their KV before that.
         """
         if not self.other_ranks:
             raise ConfigError("tiers: KV of other ranks on GPUs is out of reach")
@@ -252,10 +252,10 @@ class Follower:
             while True:
                 match decoder.decode(self._orders.recv()):
                     case StepOrder() as order:
-                        with contextlib.suppress(TransferError):  # rank 0, where it fails as well, gives the step up
+                        with contextlib.suppress(TransferError):  # rank 0 fails as well, and gives up the step
                             hidden = self._forward(unpack_step(order))
                     case AttachOrder(link=link, pool=pool):
-                        with contextlib.suppress(TransferError):  # here, too
+                        with contextlib.suppress(TransferError):  # rank 0 fails as well, and detaches the lender
                             self._runner.attach_lender(link, pool)
                     case DetachOrder(link=link):
                         self._runner.detach_lender(link)
@@ -299,7 +299,7 @@ class _Followers:
         return [process.pid for process in self._processes]
 
     def tell(self, order: Order) -> None:
-        """Send an order to every rank. Raises `EngineError` if one takes none."""
+        """Send an order to every follower. Raises `EngineError` if one does not read its orders."""
         message = self._encoder.encode(order)
         try:
             for socket in self._sockets:
@@ -337,7 +337,7 @@ class _Followers:
         code = process.wait()
         if self._closing:
             return
-        if code == EXIT_GAVE_UP:  # on another rank, which rank 0 waits for, too
+        if code == EXIT_GAVE_UP:  # it waited in vain for another rank, and rank 0 waits for that rank, too
             return
         has_said_why = code in (EXIT_LOAD_FAILED, EXIT_NO_ROOM)
         self._end(*((code, None) if has_said_why else (1, f"rank {rank} {how_it_ended(code)}")))
@@ -354,14 +354,14 @@ class _Followers:
 
 
 class Told(NamedTuple):
-    """The numbers that a rank tells the others once it has loaded its part."""
+    """The numbers that a rank sends the others once it has loaded its part."""
 
     files: int  # `ModelRunner.files_identity`
     pool: Sequence[int]  # `Pool.identity`
 
 
 def begin_serving(runner: ModelRunner, group: RankGroup, deadline_s: float) -> list[Told]:
-    """Return when all ranks have loaded their parts, with what each tells. See `RankGroup.begin`."""
+    """Wait until all ranks have loaded their parts, and return what each told. See `RankGroup.begin`."""
     told = group.begin(deadline_s, [runner.files_identity(), *runner.pool.identity()])
     return [Told(files, pool) for files, *pool in told]
 
@@ -369,7 +369,7 @@ def begin_serving(runner: ModelRunner, group: RankGroup, deadline_s: float) -> l
 def pools_of(pids: Sequence[int], identities: Sequence[Sequence[int]]) -> list[PoolMemory]:
     """Return the pools of other ranks, given their processes and each `Pool.identity`.
 
-    Return none if they are in memory of devices, whose identity is empty: no other process maps it.
+    Return none for pools on GPUs, whose identities are empty: their memory has no descriptor.
     """
     return [PoolMemory(pid, *identity) for pid, identity in zip(pids, identities, strict=True) if identity]
 

@@ -34,7 +34,7 @@ class ReasoningPlace:
 
     @property
     def next_of_end(self) -> int:
-        """The token that comes next if the reasoning is to end: the first of `marks.end` that is not there yet."""
+        """The next token of `marks.end` that the answer lacks: it must come next for the reasoning to end."""
         end = self.marks.end
         done = next(n for n in range(len(end) - 1, -1, -1) if self.recent[len(self.recent) - n :] == end[:n])
         return end[done]

@@ -30,7 +30,7 @@ class Request:
     prompt: npt.NDArray[np.int32]
     sampling: SamplingParams
     stop_token_ids: npt.NDArray[np.int32]  # with the model's end-of-sequence tokens, unless `ignore_eos`
-    late_token_ids: npt.NDArray[np.int32]  # not to be sampled before `min_tokens`: those, even with `ignore_eos`
+    late_token_ids: npt.NDArray[np.int32]  # forbidden before `min_tokens`; with the model's ends even if `ignore_eos`
     seed: int  # 64 bits
     namespace: bytes  # prompts share cached prefixes only within one, in the engine and in storage
     priority: int

@@ -57,7 +57,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, communicator: Communicator = ALONE, background: Background = FOREGROUND
     ) -> None:
-        """Load the model, or with other ranks in `communicator` this rank's part of it, and allocate its KV."""
+        """Load the model, or this rank's part of it if `communicator` has several ranks, and allocate its pool."""
         self._config = config
         self._communicator = communicator
         description = read_description(Path(config.path))
@@ -76,14 +76,14 @@ class ModelRunner:
         self.device = torch.device(config.device)
         _set_up(self.device)
         self.last_token_ids = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        """The token that was sampled last for each slot; the sampler writes it, in order with the steps."""
+        """The last token sampled for each slot. The sampler writes it on the stream of the steps."""
         # The files stay open, so that the engine wakes with the same weights.
         self._files = MappedWeights(Path(config.path), description)
         self._model = self.load_weights(background)
         self._model.ops.set_num_threads(config.threads)
         self.kernels = self._model.ops.name
         self.rounding = self._rounding(self._model.ops.rounding)
-        """A name for how keys and values are rounded here: two engines with the same weights may differ in it."""
+        """Names how this engine rounds keys and values. Engines that differ in it share no stored blocks."""
         self.expert_loads = self._count_experts()
         group_blocks = division.group_blocks(self._kv_bytes(division))
         self.num_blocks = division.sequence_blocks(group_blocks)
@@ -97,10 +97,10 @@ class ModelRunner:
         self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
         self.decode_graphs = self._capture_graphs()
         self.transport = _open_transport(config, self.pool, groups)
-        """Reaches the pools of lenders; `None` if there can be none."""
+        """Copies between our pool and the pools of lenders; `None` without lenders in the configuration."""
         self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups, communicator)
         self.other_ranks: Sequence[PoolMemory] = ()
-        """The pools of the other ranks, if this is rank 0 of several; they are like `pool`."""
+        """The pools of the other ranks, laid out like `pool`; empty unless this is rank 0 of several."""
         self._capture_streaming()
         self.pool.fill_ahead()
 
@@ -110,7 +110,7 @@ class ModelRunner:
         return f"{of_kernels} on {kind}, {tables}"
 
     def _kv_bytes(self, division: PoolDivision) -> int:
-        """Return the bytes of the pool: on a GPU, what the weights and the largest step leave on the fullest rank."""
+        """Return the bytes of the pool. On a GPU, it is the smallest over all ranks of what weights and steps leave."""
         config = self._config
         if self.device.type != "cuda":
             return kv_bytes_on_host(config.memory)
@@ -121,15 +121,16 @@ class ModelRunner:
         return kv_bytes
 
     def rank_pools(self) -> list[torch.Tensor]:
-        """Return the pools of all ranks as uint8 `[pool bytes]`, mapped here, our own first. A block lies at one place
-        in all of them.
+        """Return the pools of all ranks as uint8 `[pool bytes]`, mapped here, our own first.
+
+        A block has the same offset in each of them.
 
         Raises `ConfigError` if the pool of another rank cannot be mapped.
         """
         return [self.pool.tensor]
 
     def reach_pools(self) -> Reach:
-        """Return the way of a tier to the pools of all ranks.
+        """Return the object through which a tier reads and writes the pools of all ranks.
 
         Raises `ConfigError` if the pool of another rank cannot be mapped, or no memory can be locked.
         """
@@ -138,7 +139,7 @@ class ModelRunner:
     def attach_lender(self, link: int, pool: PeerHandle) -> None:
         """Attach a lender's pool as `link`, on all ranks; between steps only.
 
-        Raises `TransferError` if one of them cannot: then `detach_lender` is to be called.
+        Raises `TransferError` if any rank cannot attach it. Then call `detach_lender`.
         """
         failure = None
         try:
@@ -152,7 +153,7 @@ class ModelRunner:
         self.transport.attach(link, self._parts_of(link, pool)[self._communicator.rank])
 
     def _parts_of(self, link: int, pool: PeerHandle) -> list[PeerHandle]:
-        """Return, for each rank, where it has its part of the blocks that are borrowed over `link`."""
+        """Return, for each of our ranks, the handle of its part of the blocks that are borrowed over `link`."""
         geometry = _borrow_links(self._config)[link]
         part_bytes = geometry.meu_m * self.pool.regions[geometry.borrower_group].group.block_bytes
         size = self._communicator.size
@@ -164,10 +165,10 @@ class ModelRunner:
         self.transport.detach(link)
 
     def lender_pools(self, link: int) -> list[npt.NDArray[np.uint8]] | None:
-        """Return where each rank has its part of the blocks that are borrowed over `link`, our own first.
+        """Return the lender's memory that holds the blocks borrowed over `link`: one uint8 array per rank, ours first.
 
-        Each is a pool as uint8, from the byte on from which the offsets of blocks count. `None` if this process cannot
-        read them in place.
+        Offsets of blocks count from the first byte of each array. Return `None` if this process cannot read the memory
+        in place.
         """
         own = None if self.transport is None else self.transport.lender_pool(link)
         return None if own is None else [own]
@@ -180,10 +181,10 @@ class ModelRunner:
     def load_weights(self, background: Background) -> Decoder:
         """Load the model, in any thread; pass the result to `use`. Raises what the constructor raises.
 
-        On the CPU the load runs in the `background`. On a GPU it does not: the driver's threads, which stay, would keep
-        the low priority.
+        On the CPU, the load runs in the `background`. On a GPU it does not: the driver starts threads during the load,
+        and these would keep the background's low priority for good.
         """
-        num_threads = torch.get_num_threads()  # of this thread; a new thread begins with the number of cores
+        num_threads = torch.get_num_threads()  # torch keeps it per thread; a new thread starts with one per core
         if self.device.type == "cuda":
             return self._load_weights(num_threads)
         return background.run(lambda: self._load_weights(num_threads))
@@ -208,7 +209,10 @@ class ModelRunner:
         return model
 
     def check_files(self) -> None:
-        """Raise `FilesChangedError` if a file was written to after it was loaded, where weights are views of files."""
+        """Raise `FilesChangedError` if a file was written to after it was loaded.
+
+        Only the CPU needs the check, because only there the weights are views of the files.
+        """
         if self.device.type == "cpu":
             self._files.check_unchanged()
 
@@ -221,7 +225,7 @@ class ModelRunner:
         return self._files.fingerprint()
 
     def drop_weights(self) -> None:
-        """Free the memory of the weights. Until `use`, only steps without tokens may run, which only copy."""
+        """Free the memory of the weights. Until `use` is called, steps may copy blocks, but compute no tokens."""
         assert self._communicator.size == 1
         self.decode_graphs = None
         self.expert_loads = ExpertLoads({})
@@ -231,7 +235,7 @@ class ModelRunner:
         PROGRESS.forget_weights()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            torch._C._cuda_clearCublasWorkspaces()  # no graph is left that names them
+            torch._C._cuda_clearCublasWorkspaces()  # allowed, because no graph refers to them any more
             torch.cuda.empty_cache()
         else:
             ctypes.CDLL(None).malloc_trim(0)
@@ -244,11 +248,11 @@ class ModelRunner:
         self._capture_streaming()
 
     def _count_experts(self) -> ExpertLoads:
-        # Counts on a GPU are not read: the host would have to wait for them.
+        # Counts on a GPU are not reported: reading them would make the host wait for the device.
         return ExpertLoads({} if self.device.type == "cuda" else self._model.tokens_per_expert())
 
     def _capture_graphs(self) -> DecodeGraphs[DecodeInputs] | None:
-        is_alone = self._communicator.size == 1  # sums of several ranks cannot be captured
+        is_alone = self._communicator.size == 1  # the exchanges between ranks cannot be captured
         if self.device.type != "cuda" or self.kernels != "triton" or not is_alone:
             return None
         with _out_of_memory_is_no_room(self.device), torch.inference_mode():
@@ -264,7 +268,7 @@ class ModelRunner:
 
         On a GPU the step is only launched: the host waits for nothing, and may launch the next one at once.
 
-        Raises `TransferError` if a copy failed: nothing of the step counts, and none of its copies is in flight.
+        Raises `TransferError` if a copy failed. The step's results are then void, and none of its copies is in flight.
         """
         if plan.has_unknown_tokens and self._communicator.size > 1:  # only rank 0 samples
             self.last_token_ids.copy_(self._communicator.all_gather(self.last_token_ids)[0])
@@ -272,8 +276,8 @@ class ModelRunner:
         if not len(plan.token_ids):
             if self.layer_stream is not None:
                 self.layer_stream.run_copies_only(plan)
-            # Other steps end with sums of all ranks. This one must not end before all ranks have moved their blocks:
-            # what rank 0 does then may read or write these in their pools.
+            # In a step with tokens, the ranks wait for each other's sums. This step needs a barrier instead: once it is
+            # over, rank 0 may read or write the moved blocks in the pools of all ranks.
             self._communicator.all_gather(torch.zeros(1, device=self.device))
             return torch.empty(0, 0, device=self.device)
         if self.decode_graphs is not None:
@@ -292,15 +296,15 @@ class ModelRunner:
     def _move_blocks(self, moves: Int32Array) -> None:
         """Copy whole blocks within the pool, in order: a block may move to the place of one that moved before.
 
-        On a GPU the copies are on the stream of the steps: after the previous step, which may write to these blocks,
-        and before the layers of this one.
+        On a GPU the copies run on the stream of the steps: after the previous step, which may write to these blocks,
+        and before the layers of this step.
         """
         for group, block, place in moves.tolist():
             blocks = self.pool.region_tensor(group)
             blocks[place].copy_(blocks[block])
 
     def fence(self) -> Fence:
-        """Return a fence behind all that the steps have launched so far."""
+        """Return a fence that marks the end of everything launched by the steps so far."""
         return Fence(self.device)
 
     def logits(self, hidden: torch.Tensor, rows: npt.NDArray[np.int32] | slice) -> torch.Tensor:
@@ -309,7 +313,7 @@ class ModelRunner:
             return self._model.logits(hidden[rows])
         if not len(rows):
             return torch.empty(0, self.vocab_size, device=self.device)
-        if len(rows) < len(hidden):  # otherwise `rows` are all of them, in order
+        if len(rows) < len(hidden):  # otherwise `rows` names every row, in order
             hidden = hidden.index_select(0, upload(rows, self.device))
         return self._model.logits(hidden)
 
@@ -318,7 +322,7 @@ def _set_up(device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)
-    # Sums of bfloat16 products in bfloat16 would depend on how cuBLAS splits them, and lose digits.
+    # With reduced precision, a sum would lose digits and depend on how cuBLAS splits it.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
@@ -353,7 +357,10 @@ def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups:
 
 @contextmanager
 def _out_of_memory_is_no_room(device: torch.device) -> Iterator[None]:
-    """Turn a failed allocation into `NoRoomError`. Beside torch's allocator, it has no class of its own."""
+    """Turn a failed allocation into `NoRoomError`.
+
+    Only torch's own allocator raises `OutOfMemoryError`. Other failures are recognized by their text.
+    """
     try:
         yield
     except RuntimeError as error:

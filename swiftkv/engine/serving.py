@@ -111,7 +111,7 @@ def _load_failed(config: EngineConfig, error: Exception) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """Return the exit code of an engine that could not be loaded; 1 if the next one may be, with other files."""
+    """Return the exit code of an engine that could not be loaded; 1 if a restart, with the new files, may succeed."""
     if isinstance(error, FilesChangedError):
         return 1
     return EXIT_NO_ROOM if isinstance(error, NoRoomError) else EXIT_LOAD_FAILED

@@ -44,10 +44,11 @@ class EngineStatistics:
         self._step_tokens.add(num_prompt_tokens + num_generated_tokens)
 
     def count_hits(self, num_tokens: int, in_peers: int) -> None:
-        """Count the cached tokens that a request began with, or found later, as its client is told.
+        """Count the cached tokens that a request began with, or found later.
 
-        The scheduler counts them when it plans a step, which is before the tiers below count theirs; and it counts a
-        block that was loaded and then moved to a peer as the peer's.
+        The totals agree with what clients are told. The scheduler's own totals do not: it counts hits when it plans a
+        step, before the tiers below count theirs, and it counts a block that was loaded and then moved to a peer as the
+        peer's.
         """
         self._hit_tokens_total += num_tokens
         self._peer_hit_tokens_total += in_peers
@@ -119,12 +120,12 @@ def _shares_extents(groups: Sequence[GroupStats]) -> bool:
 
 
 def _pool_blocks(groups: Sequence[GroupStats]) -> int:
-    """Return the number of blocks in the pool; where groups share extents, as if all blocks were of the smallest."""
+    """Return the number of blocks in the pool. If groups share extents, count the pool in its smallest blocks."""
     return max(group.total for group in groups) if _shares_extents(groups) else sum(group.total for group in groups)
 
 
 def _count_blocks(groups: Sequence[GroupStats], of_group: Callable[[GroupStats], int]) -> int:
-    """Add up blocks of all groups; where these share extents, a large block counts as the small ones that it takes."""
+    """Add up blocks of all groups. If groups share extents, a large block counts as the small blocks it takes up."""
     if not _shares_extents(groups):
         return sum(map(of_group, groups))
     return sum(of_group(group) * _pool_blocks(groups) // group.total for group in groups)

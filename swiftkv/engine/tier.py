@@ -33,7 +33,7 @@ from swiftkv.tier.reach import Reach
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer, queue_memory
 
-_CLOSE_PATIENCE_S = 2.0  # for a thread to write its queue, or to come back from a call
+_CLOSE_PATIENCE_S = 2.0  # the longest wait for a thread to write its queue, or to return from a call
 _NEWS_INTERVAL_S = 0.1
 _TRIAL_INTERVAL_S = 1.0
 
@@ -42,27 +42,30 @@ class Tier:
     """A tier that keeps nothing, for an engine without `tiers.storage`."""
 
     def before_step(self) -> None:
-        """Take over blocks that storage has read, and give it blocks to write; call between steps."""
+        """Take the blocks that storage has read, and give it blocks to write. Call between steps."""
 
     def added(self, request_id: int) -> None:
-        """Note a request that was added to the scheduler, before any of its prompt is computed."""
+        """Note that a request was added to the scheduler. Call before any of its prompt is computed."""
 
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
-        """Note with how many cached tokens a request began.
+        """Note that a request began with `cached_tokens` tokens from the cache.
 
-        Return, by number in the prompt, the tier that each block loaded for it came from.
+        Return the tiers that the blocks loaded for it came from, by each block's index in the prompt.
         """
         return {}
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
-        """Note that a request skips blocks `first` to `end` of its prompt, which storage loaded while it computed.
+        """Note that a request skips blocks `first` to `end` of its prompt, because storage has loaded them meanwhile.
 
         Return their tiers as `admitted` does.
         """
         return {}
 
     def why_less(self, request_id: int) -> LoadStop | None:
-        """Return why a request got less from the tiers below than they had, if it did; call before `admitted`."""
+        """Return why a request did not get all that the tiers below have of its prompt; `None` if it did.
+
+        Call before `admitted`.
+        """
         return None
 
     def forget(self, request_id: int) -> None:
@@ -96,10 +99,12 @@ class StorageTier(Tier):
         lender_pools: Callable[[int], Sequence[npt.NDArray[np.uint8]] | None],
         max_num_seqs: int,
     ) -> None:
-        """`lender_pools` returns the pools in which the blocks lie that are borrowed over a link, one for each rank.
+        """Start the threads of the tier. If a backend cannot register memory, close everything and raise its error.
 
-        `wake` is called in threads of the tier when the engine should call `before_step`. If a backend cannot register
-        memory, its error is raised, and all is closed.
+        Args:
+            wake: Called in the tier's threads when the engine should call `before_step`.
+            lender_pools: Returns the memory of the lender of a link, one array per rank; `None` if it cannot be read in
+                place.
         """
         spec, levels, keys = opened.spec, opened.levels, opened.keys
         self._spec = spec
@@ -135,9 +140,9 @@ class StorageTier(Tier):
         scheduler.set_write_policy(spec.write_policy)
 
     def add_storage(self, opened: OpenStorage) -> None:
-        """Use the storage of `opened` below the host memory, which was opened alone.
+        """Add the storage of `opened` below host memory that was opened without it.
 
-        If the backend cannot register memory, its error is raised, and it is closed.
+        If the backend cannot register memory, close it and raise its error.
         """
         storage = opened.levels.levels[-1]
         with ExitStack() as undo:
@@ -204,7 +209,7 @@ class StorageTier(Tier):
 
     def has_news(self) -> bool:
         stats, now_s = self.stats(), time.monotonic()
-        is_at_work = stats.num_to_store > 0 or stats.num_loading > 0  # then the figures change all the time
+        is_at_work = stats.num_to_store > 0 or stats.num_loading > 0  # the figures then change all the time
         if stats == self._told or (is_at_work and now_s < self._told_s + _NEWS_INTERVAL_S):
             return False
         self._told, self._told_s = stats, now_s
@@ -220,25 +225,28 @@ class StorageTier(Tier):
         self._loads.apply()
 
     def leave(self) -> None:
-        """Give up all loads, and take no more offers; blocks in the queue are still written."""
+        """Give up all loads, and take no more offers. Blocks in the queue are still written."""
         self._leave(write_until_s=0.0)
 
     def end(self) -> None:
-        """End the threads after `leave`; write queued blocks for `_CLOSE_PATIENCE_S` at most. From any thread."""
+        """End the threads, after `leave`. Queued blocks are written for at most `_CLOSE_PATIENCE_S`.
+
+        Call it from any thread.
+        """
         self._loader.close()
         self._writer.close(_CLOSE_PATIENCE_S)
-        self._levels.close()  # makes a call that hangs return
+        self._levels.close()  # makes most hanging calls return
         self._loader.join(_CLOSE_PATIENCE_S)
 
     def close(self) -> None:
-        """Write blocks on offer and in the queue, for about `close_patience_s` at most."""
+        """Write the blocks on offer and in the queue for at most about `close_patience_s`, and end the threads."""
         self._leave(write_until_s=time.monotonic() + self._spec.close_patience_s)
         self.end()
 
     def _leave(self, write_until_s: float) -> None:
-        """Give up all loads, queue offers until `write_until_s` (monotonic), and then take no more of them.
+        """Give up all loads, queue offers until `write_until_s` (monotonic), and then take no more offers.
 
-        With write-back, all blocks of the pool are offered first: this is the last chance to write them.
+        With write-back, all blocks in the prefix index are offered first: this is the last chance to write them.
         """
         self._loads.close()
         self._is_leaving = True
@@ -250,11 +258,11 @@ class StorageTier(Tier):
         self._scheduler.set_write_policy("never")
 
     def _may_write(self) -> bool:
-        """Return whether no load is in the way; once the tier is left, loads no longer count."""
+        """Return whether blocks may be written now. Loads go first, until the tier is left."""
         return self._is_leaving or not self._loads.is_reading
 
     def _store(self) -> int:
-        """Copy blocks on offer into the queue, as far as it has room, and return how many; the rest stays on offer."""
+        """Copy blocks on offer into the queue as far as it has room. Return how many were taken off offer."""
         num_taken = 0
         if max_blocks := self._max_stores():
             block_keys, groups, links, offsets_bytes = self._scheduler.take_offers(max_blocks)
@@ -270,20 +278,20 @@ class StorageTier(Tier):
                     blocks.append((BlockName(key, group), [pool[offset:end] for pool in pools]))
             if blocks:
                 self._writer.add(blocks)
-            self._scheduler.end_copying()  # others may write to these blocks now, peers among them
+            self._scheduler.end_copying()  # from now on steps and peers may write to these blocks
         if self._may_write():
             self._writer.loads_changed()
         return num_taken
 
     def _pools_at(self, link: int) -> Sequence[Tensor] | None:
-        """Return our own pools for -1, otherwise those of the link's lender if they can be read in place."""
+        """Return our own pools if `link` is -1, otherwise those of its lender, or `None` if they are out of reach."""
         if link < 0:
             return self._reach.pools
         pools = self._lender_pools(link)
         return None if pools is None else list(map(torch.from_numpy, pools))
 
     def _max_stores(self) -> int:
-        """Return how many blocks may be copied now; while storage is degraded, one now and then as a trial."""
+        """Return how many blocks may be copied now: while storage is degraded, only one now and then, as a trial."""
         if not self._levels.is_degraded:
             return self._writer.num_free
         now_s = time.monotonic()
@@ -306,10 +314,11 @@ class OpenStorage:
 
 
 def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> OpenStorage:
-    """Open host memory and storage for a model: reads all of its weights, and may be called in any thread.
+    """Open host memory and storage for a model. Takes long, because it reads all weights; may run in any thread.
 
     Raises:
-        ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory not locked.
+        ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory cannot be
+            locked.
         FilesChangedError: The files of the weights were written to after they were loaded.
         OSError: The weights cannot be read, or the host memory cannot be mapped.
     """
@@ -333,7 +342,7 @@ def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> 
 
 
 def _level_stats(level: Level, hit_tokens: int) -> LevelStats:
-    """Return the figures of one tier, whose threads go on counting."""
+    """Return the figures of one tier. Its threads may be counting meanwhile."""
     failures = {
         f"{operation} {status.name.lower()}": counts[status]
         for operation, counts in (("get", level.gets), ("put", level.puts))

@@ -11,7 +11,7 @@ import torch
 from swiftkv.kernels.cpu_logits import forbid_tokens
 
 MASK_BITS = 32
-"""The tokens of one word of a mask."""
+"""The number of tokens in one word of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class TokenMasks:
         return TokenMasks(rows[order], np.concatenate([self.bits, others.bits])[order])
 
     def words_of(self, row: int, num_words: int) -> npt.NDArray[np.uint32]:
-        """Return a copy of a row's mask [num_words]; of one that allows any token if there is none."""
+        """Return a copy of a row's mask [num_words]; if it has none, a mask that allows every token."""
         index = int(np.searchsorted(self.rows, row))
         if index < len(self.rows) and self.rows[index] == row:
             words: npt.NDArray[np.uint32] = self.bits[index].copy()
@@ -41,17 +41,17 @@ class TokenMasks:
         return np.full(num_words, 0xFFFF_FFFF, np.uint32)
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Give every other token of these rows the logit minus infinity, in `logits` [R, vocab] on the CPU."""
+        """Set the logits of all other tokens of these rows to minus infinity, in `logits` [R, vocab] on the CPU."""
         forbid_tokens(logits, self.rows, self.bits)
 
     def replaced(self, others: TokenMasks) -> TokenMasks:
-        """Return `others`, and these masks in the rows in which `others` has none."""
+        """Return these masks, replaced by `others` in the rows for which `others` has one."""
         stay = ~np.isin(self.rows, others.rows)
         return TokenMasks(self.rows[stay], self.bits[stay]).beside(others)
 
 
 def forbid_unless_needed(words: npt.NDArray[np.uint32], token_ids: npt.NDArray[np.int32]) -> None:
-    """Take tokens out of a mask, unless it has no others."""
+    """Take tokens out of a mask, unless it allows no other tokens."""
     rest = words.copy()
     np.bitwise_and.at(rest, token_ids // MASK_BITS, ~(np.uint32(1) << (token_ids % MASK_BITS).astype(np.uint32)))
     if rest.any():

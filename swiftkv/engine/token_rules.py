@@ -1,4 +1,4 @@
-"""Rules about single tokens that requests bring: those they allow, words they forbid, the end of long reasoning."""
+"""Rules of requests about their next token: allowed tokens, bad words, and a budget for reasoning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from swiftkv.engine.token_masks import MASK_BITS, TokenMasks, forbid_unless_need
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The rules of a request, and where its answer is.
+    """The rules of a request, and its place in the answer.
 
     Attributes:
         allowed: The mask of the tokens that are allowed anywhere.
-        bad_ends: The tokens that end a bad word, by those before them.
-        recent: The latest tokens, as many as the longest word has without its last one.
-        reasoning: Where the answer is in its reasoning; `None`: that may be of any length.
-        num_thoughts_left: The tokens after which the reasoning is ended.
+        bad_ends: The last tokens of bad words, by the tokens before them.
+        recent: The latest tokens of the answer: at most one fewer than the longest bad word has.
+        reasoning: The answer's place in its reasoning; `None`: there is no budget for reasoning.
+        num_thoughts_left: The number of tokens left of that budget.
     """
 
     allowed: npt.NDArray[np.uint32]  # [ceil(vocab / 32)]
@@ -45,7 +45,7 @@ class _Place:
         return replace(self, recent=recent, reasoning=reasoning, num_thoughts_left=num_left)
 
     def narrow(self, words: npt.NDArray[np.uint32]) -> None:
-        """Take the tokens out of a mask that may not come next."""
+        """Remove from a mask the tokens that may not come next."""
         if self.reasoning is not None and self.reasoning.is_inside and self.num_thoughts_left <= 0:
             token_id = self.reasoning.next_of_end
             words[:] = 0
@@ -85,7 +85,7 @@ class TokenRules:
         self._places.pop(request_id, None)
 
     def advance(self, request_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Note the tokens that requests have got, in order."""
+        """Note the new tokens of requests, in order."""
         for request_id, token_id in zip(request_ids, token_ids, strict=True):
             if (place := self._places.get(request_id)) is not None:
                 self._places[request_id] = place.after(token_id)
@@ -95,7 +95,7 @@ class TokenRules:
         return bool(self._places) and not self._places.keys().isdisjoint(plan.request_ids.tolist())
 
     def narrowed(self, masks: TokenMasks | None, plan: StepPlan) -> TokenMasks | None:
-        """Return the masks of a step, as grammars made them, without what the rules forbid."""
+        """Return a step's masks, those of grammars included, without the tokens that the rules forbid."""
         if not self.are_in(plan):
             return masks
         rows, narrow = [], []
@@ -103,7 +103,7 @@ class TokenRules:
         for row, (request_id, input_id) in enumerate(
             zip(plan.request_ids[plan.logits_seqs].tolist(), plan.token_ids[plan.logits_rows].tolist(), strict=True)
         ):
-            # A request's first row follows its latest token, each other one follows one more guess.
+            # A request's first row follows its latest token, and each further row one more guess.
             place = (
                 self._places.get(request_id) if request_id != previous_id or place is None else place.after(input_id)
             )

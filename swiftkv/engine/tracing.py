@@ -1,4 +1,4 @@
-"""The steps of requests that are traced: which chunks of their prompts were computed when, and what lending did."""
+"""Traces of requests: the part of the prompt that each step computed, and the bytes lent and borrowed meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Traced:
 
 
 class StepTracer:
-    """Notes the parts that traced requests had in steps; steps without such requests cost nothing."""
+    """Records the parts that traced requests had in steps."""
 
     def __init__(self, leased_bytes: Callable[[], LeasedBytes]) -> None:
         """`leased_bytes` returns the bytes that changed hands since the engine started."""

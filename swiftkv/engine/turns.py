@@ -29,7 +29,7 @@ class SharedTurns(Turns):
     """Limits the kernels inside to this engine's part of the cores; they wait while it has none."""
 
     def __init__(self, share: ShareSpec, threads: int, num_ranks: int) -> None:
-        """`threads` are those of each of `num_ranks` ranks, which wait for this process and compute as much."""
+        """Each of `num_ranks` ranks has `threads` threads. The other ranks follow this one, and compute as much."""
         from swiftkv import _cpu  # not there on every platform
 
         num_cores = len(os.sched_getaffinity(0))

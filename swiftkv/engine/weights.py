@@ -30,9 +30,9 @@ class EngineWeights:
         self._look_again_s = 0.0  # monotonic: when to look at the files again; infinite while they are not used
 
     def check(self, now_s: float) -> None:
-        """Look whether the files are still what was loaded, at most every `_LOOK_EVERY_S`.
+        """Check that no file has changed since it was loaded, at most every `_LOOK_EVERY_S`.
 
-        On the CPU, embeddings and norms are views of the mapped files, so that writing to these changes the model.
+        On the CPU, embeddings and norms are views of the mapped files, so writing to a file would change the model.
 
         Raises `FilesChangedError` if a file was written to.
         """

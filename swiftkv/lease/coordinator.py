@@ -62,7 +62,7 @@ class Coordinator:
         borrower: Role[int, FromLender] | None,
         on_end: Callable[[], None],
     ) -> None:
-        """`on_end` is called in the thread when it ends, even by a defect: see `check`."""
+        """`on_end` is called in the thread when it ends, even if a defect ended it: see `check`."""
         self._name = name
         self._wire = wire
         self._scheduler = scheduler
@@ -110,7 +110,7 @@ class Coordinator:
             due_s = self.serve_once(self._wire.wait(due_s - self._wire.now_s()))
 
     def serve_once(self, woken: bool) -> float:
-        """Handle all messages and all that is due; return the time of the next call. A simulation calls this itself."""
+        """Handle all messages and all due work, and return the time of the next call. Simulations call it directly."""
         for route, message in self._wire.received():
             try:
                 self._on_inbound(route, message)

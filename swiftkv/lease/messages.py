@@ -2,9 +2,9 @@
 
 A `LendingSpec` tells an engine about its peers when it starts.
 
-Extents are little-endian int32 as bytes, epochs uint32. A *link* within a message is its index in the list of links
-that the two engines have in common, which is the same list on both sides. `sender` and `receiver` are incarnations:
-a message of a process that is no longer there, or to one, is dropped.
+Extents are little-endian int32 as bytes, epochs uint32. A *link* within a message is an index in the list of links
+between the two engines, which is the same on both sides. `sender` and `receiver` are incarnations: messages from or to
+a process that has ended are dropped.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Literal["shm", "peer", "p2p"]
     stream_buffers: Literal[1, 2]
     rendezvous: str  # a directory of mode 0700 that all engines of the node share
-    max_wait_s: float  # a request that needs more than is lent waits this long
+    max_wait_s: float  # the longest wait of a request that needs more memory than is lent
     io_backend: Literal["kernel", "direct"] = "kernel"  # how the transport `peer` copies
     max_programs: int = 32  # programs with which kernels copy at once, each up to 16 warps
-    retry_after_s: float = 60.0  # lenders whose own requests needed the memory lend it again after this long
+    retry_after_s: float = 60.0  # the time after which lenders lend again what their own requests needed
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
@@ -75,7 +75,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
     borrower: str
     sender: int
-    attempt: int  # one more each time that the memory has to be attached anew
+    attempt: int  # counts the attachments of the lender's memory
     pid: Pid
     start_ticks: int  # `process.start_ticks`, which with the pid names a process for ever
     links: list[LinkGeometry]
@@ -102,7 +102,7 @@ class Attached(msgspec.Struct, tag="attached", array_like=True, frozen=True):
 
 
 class Detached(msgspec.Struct, tag="detached", array_like=True, frozen=True):
-    """The borrower detached the pool, so all its leases end; it will say Hello anew."""
+    """The borrower has detached the pool, so all its leases end. It will say Hello again."""
 
     sender: int
     receiver: int
@@ -139,9 +139,10 @@ class Return(NamedLeases, tag="return", array_like=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True):
-    """Asks the borrower for a sign of life, and answers the lender. It ends no lease, but shows which side is stuck.
+    """Sent by the lender, and answered by the borrower with one of its own. It shows which side is stuck.
 
-    Only a process that is gone loses its leases; one that is stopped may still write when it goes on.
+    A missing answer ends no lease: only a process that has ended loses its leases. One that is merely stopped may still
+    write to the lender's memory when it continues.
     """
 
     sender: int
@@ -188,11 +189,11 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     peer_extents: int | None  # extents of this link in the peer's last heartbeat
     states: bytes | None = None  # uint8 [num_extents], numbers of states
     epochs: bytes | None = None  # uint32 [num_extents]
-    no_offer_s: float | None = None  # nothing is offered for so long, because the lender needed blocks itself
+    no_offer_s: float | None = None  # seconds until offers resume: the lender needed blocks itself; None: no pause
 
 
 class LeasedBytes(msgspec.Struct, array_like=True, frozen=True):
-    """The bytes that one model lent, took back, borrowed and gave back, since its engine started or in part of that.
+    """The bytes that one model lent, took back, borrowed and gave back, since its engine started or in some period.
 
     Extents that a dead lender takes with it count as given back.
     """
@@ -254,7 +255,7 @@ ToAdmin = BudgetSet | LendingState
 
 
 class MalformedMessage(Exception):
-    """A message that names something that does not exist. It is dropped: one side's mistake does not end the other."""
+    """A message that names something that does not exist. It is dropped, so one side's mistake cannot end the other."""
 
 
 def named_leases(message: NamedLeases, links: Sequence[LinkGeometry]) -> tuple[Int32Array, UInt32Array]:

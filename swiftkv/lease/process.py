@@ -1,4 +1,4 @@
-"""Processes that are identified beyond doubt, even if pids are reused, and watched for their end."""
+"""Processes that are identified without doubt, even if pids are reused, and whose end is noticed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PeerProcess:
 
     @classmethod
     def find_all(cls, processes: Sequence[tuple[int, int]]) -> list[Self]:
-        """Return those of an engine's `processes` that are not gone, each a pid and its ticks; none without the first.
+        """Return the live ones of an engine's `processes` (pid, start ticks); none if the first has ended.
 
         Raises `OSError` if one of them cannot be watched.
         """

@@ -28,7 +28,7 @@ _DROP_LOG_INTERVAL_S = 10.0
 _log = logging.getLogger(__name__)
 
 Route = bytes
-"""A connection of a borrower or of the gateway to our ROUTER."""
+"""The identity that our ROUTER gives to the connection of a borrower or of the gateway."""
 
 
 class Wire(Protocol):
@@ -74,8 +74,8 @@ class Wire(Protocol):
 class SocketWire:
     """The `Wire` of a coordinator in a thread: a ROUTER for borrowers and the gateway, and a DEALER to each lender.
 
-    Nothing is queued for a peer that is not connected. No queue has a bound of its own: the protocol bounds how much
-    one side sends before the other answers. Only one thread at a time may call it, except for `wake`.
+    Nothing is queued for a peer that is not connected. Queues have no bound, because the protocol limits how much one
+    side sends before the other answers. Except for `wake`, only one thread at a time may call it.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, lenders: Sequence[PeerSpec]) -> None:
@@ -142,7 +142,7 @@ class SocketWire:
     def wait(self, timeout_s: float) -> bool:
         """Wait until a message has come, or a process is gone; return whether `wake` was called.
 
-        Ends of processes are handled first, so that messages of the dead no longer count.
+        Ends of processes are handled first, so that messages of dead processes are ignored.
         """
         ready = self._poller.poll(max(0, int(timeout_s * 1000) + 1))
         for source, _ in ready:

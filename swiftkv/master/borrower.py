@@ -1,4 +1,4 @@
-"""The borrower's side of leases: takes what lenders offer, gives back what they recall, and survives them.
+"""The borrower's side of leases: accepts extents, gives back those that are recalled, and copes with dead lenders.
 
 It runs in the coordinator's thread, with two exceptions. The engine's thread calls `apply_pending` and `give_up`.
 `PeerPools.find` may have to wait for a lender, so it runs in threads of its own.
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeerPools(Protocol):
-    """The way to the pools of lenders. `find` and `attach` raise `TransferError` if there is none."""
+    """Finds, attaches and detaches the pools of lenders. `find` and `attach` raise `TransferError` if they fail."""
 
     def find(self, store_path: str) -> PeerHandle:
         """Return the pool that a lender publishes at `store_path`. Called in a thread of its own; may wait."""
@@ -76,11 +76,13 @@ class _Attachment:
 
 
 class Borrower:
-    """Owns the replicas of the lenders' tables and tells the scheduler which extents it may use.
+    """Owns the replicas of the lenders' tables, and tells the scheduler which extents it may use.
 
-    An attachment begins in a thread of `_finders`, so that a stopped lender delays no other, and is kept in `_searches`
-    meanwhile. The engine's thread attaches and detaches pools, between steps: `_orders` has the orders for it,
-    `_outcomes` their outcomes.
+    A pool is attached in three stages:
+
+    1. A thread of `_finders` finds the pool, so that a stopped lender delays no other. `_searches` has these searches.
+    2. The engine's thread attaches the pool, between two steps. It takes the order from `_orders`.
+    3. The coordinator's thread takes the outcome from `_outcomes`, and tells the lender.
     """
 
     def __init__(
@@ -102,11 +104,11 @@ class Borrower:
         self._peers = lenders_of(spec)
         self._links = [link for peer in self._peers for link in peer.links]
         self._peer_at = [peer for peer in self._peers for _ in peer.links]  # by link number
-        # Two threads for each lender: one may still wait for an earlier process that died in the middle.
+        # Two threads for each lender: one may still be waiting for a previous process that died during its attachment.
         self._finders = ThreadPoolExecutor(2 * len(self._peers), "attach")
         self._searches: list[_Attachment] = []
-        self._orders: deque[_Attachment | int] = deque()  # a number: the lender to detach
-        self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; otherwise the reason
+        self._orders: deque[_Attachment | int] = deque()  # to attach; or the index of a lender to detach
+        self._outcomes: deque[tuple[_Attachment, str | None]] = deque()  # None: attached; otherwise the failure
         self._given_up: deque[tuple[Sequence[int], threading.Event]] = deque()
         self._is_draining = False
         self.borrowed_total_bytes = 0
@@ -147,10 +149,10 @@ class Borrower:
             self._wire.wake()
 
     def give_up(self, links: Sequence[int]) -> threading.Event:
-        """Detach the lenders of these links, over which copies failed; return an event that is set when it is done.
+        """Detach the lenders of these links, because copies over them failed. Return an event that is set at the end.
 
         Call it after `transport.settle()` and `scheduler.abandon()`. The blocks borrowed from these lenders are lost,
-        and the lenders are attached anew in a while.
+        and the lenders are attached again a little later.
         """
         for peer in {self._peer_at[link].index: self._peer_at[link] for link in links}.values():
             self._detach_all(peer)
@@ -254,7 +256,7 @@ class Borrower:
         if any(Path(path).parent != self._rendezvous for path in welcome.store_paths):
             raise MalformedMessage(f"it names a pool outside of {self._rendezvous}: {welcome.store_paths}")
         if peer.process is not None and peer.incarnation != welcome.sender:
-            return  # its end comes first
+            return  # the end of the previous process must be handled first
         if peer.process is None:
             try:
                 peer.process = PeerProcess.find(welcome.pid, welcome.start_ticks)
@@ -299,7 +301,7 @@ class Borrower:
     def _on_outcome(self, attachment: _Attachment, failure: str | None, now_s: float) -> None:
         peer = self._peers[attachment.lender]
         if failure is not None:
-            for store_path in attachment.store_paths:  # the next attempt has others
+            for store_path in attachment.store_paths:  # the next attempt uses other paths
                 withdraw_pool(Path(store_path))
         if not self._is_current(attachment):
             return
@@ -334,7 +336,7 @@ class Borrower:
         peer.reported = []
 
     def _let_go(self, peer: LenderPeer, now_s: float) -> None:
-        """Give everything back to a lender whose pool is detached; no copy of ours is in flight."""
+        """Give everything back to a lender whose pool is detached. No copy of this engine may be in flight."""
         if not peer.is_attached:
             return
         for link in peer.links:
@@ -347,7 +349,7 @@ class Borrower:
 
     def _on_offer(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         taken, accepted, accepted_epochs = link.ledger.on_offer(extents, epochs)
-        if not peer.is_attached:  # offered before the lender knew
+        if not peer.is_attached:  # the lender made the offer before it knew
             self._return(peer, link, taken, link.ledger.give_back(taken))
             return
         if len(taken):

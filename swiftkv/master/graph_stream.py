@@ -1,15 +1,16 @@
 """Streams borrowed KV inside a CUDA graph: the same launches for every step, over lists that each step writes anew.
 
-The order is that of `master.layer_stream`, with one difference: a graph cannot leave a copy out, so every layer has its
-spill, load and store, and the lists that a step does not need are empty. The copies are launched on a CUDA stream of
-their own, forked from the capturing one and joined to it at the end, so they become a branch of the graph: layer
-`l + 1` is loaded while layer `l` is computed. The lists are data, so attaching a lender needs no new capture.
+The order is that of `master.layer_stream`, with one difference. A graph cannot leave out a copy, so every layer has a
+spill, a load and a store; if a step does not need one of them, its list is empty. The copies are launched on a CUDA
+stream of their own, which is forked from the capturing stream and joined to it at the end. So they become a branch of
+the graph: layer `l + 1` is loaded while layer `l` is computed. The lists are data, so attaching a lender needs no new
+capture.
 
-Events of a graph cannot be timed, and two consecutive steps replay the same graph. So the device notes its clock before
-and after every copy, and whenever computing comes to a wait; the notes of a step go to the host when it has ended. They
-give `StreamTimings` to about a microsecond. The time of a copy includes its launch; if computing arrives before the
-copy that it needs has ended, it has waited for the difference. A note is a kernel of one thread, and one per layer is
-launched between the kernels that compute.
+The events of a graph cannot be timed, and consecutive steps replay the same graph. So small kernels write down the
+device's clock: before and after every copy, and whenever computing reaches a wait for a copy. The host gets these times
+when the step has ended, and computes `StreamTimings` from them, to about a microsecond. The time of a copy includes its
+launch. If computing reaches a wait before the copy has ended, the difference is exposed time. One such kernel per layer
+runs between the kernels that compute.
 """
 
 from __future__ import annotations
@@ -32,23 +33,26 @@ from swiftkv.transport.base import Int64Array, Runs
 from swiftkv.transport.mappings import Mappings
 
 ROOM_BLOCKS = 16 << 10
-"""Layer blocks that the lists of one step have room for, all kinds and buffers together.
+"""The most layer blocks in all lists of one step together. A step with more runs eagerly.
 
-A layer block has tens of KiB. A step with more of them moves hundreds of MiB per layer, which takes milliseconds;
-launching a layer eagerly, a tenth of a millisecond, does not matter beside that.
+A layer block has tens of KiB, so such a step moves hundreds of MiB per layer, which takes milliseconds. Launching a
+layer eagerly takes only a tenth of a millisecond.
 """
 
 _MOMENTS = 6
 _LOAD_BEGAN, _SPILLED, _LOADED, _STORE_BEGAN, _STORED, _ARRIVED = range(_MOMENTS)
-"""The moments noted for a layer: when its copies began and ended, and when computing arrived at its wait for them. In
-the row after the last layer's, `_ARRIVED` is the end of the step."""
+"""The times noted for each layer: when its copies began and ended, and when computing reached the wait for them.
+
+In the row after the last layer's, `_ARRIVED` is the end of the step.
+"""
 
 
 class GraphStream:
     """The copies of decode steps through `num_buffers` buffers: lists on the device, and launches that follow them.
 
-    One step is `fill`, the replay of a graph captured within `launches` (or `launches` itself), and `launched`. Steps
-    of any batch size share one `GraphStream`, as they follow each other on one stream. Nothing here waits for a device.
+    For each step call `fill`, replay a graph that was captured within `launches` (or run `launches` itself), and call
+    `launched`. Steps of all batch sizes share one `GraphStream`, because they run in order on one CUDA stream. No call
+    waits for the device.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class GraphStream:
         room_blocks: int = ROOM_BLOCKS,
         max_programs: int = 0,
     ) -> None:
-        """Copies between `mappings.pool` and the pools that `mappings` has. `max_programs` is that of `move_blocks`;
-        `layer_stream` records the timings.
+        """Copy between `mappings.pool` and the pools that are mapped in `mappings`.
+
+        `layer_stream` records the timings. `max_programs` is passed to `move_blocks`.
         """
         device = mappings.pool.device
         groups = layer_stream.groups
@@ -73,17 +78,17 @@ class GraphStream:
         self._end = max(self._places) + 1
         num_lists = len(groups) * self._lists_per_group
         size = HEADER_FIELDS * num_lists + BLOCK_FIELDS * room_blocks
-        self._packed = torch.zeros(size, dtype=torch.int64, device=device)  # as `pack_lists` writes them; all empty
+        self._packed = torch.zeros(size, dtype=torch.int64, device=device)  # the lists, as from `pack_lists`; all empty
         self._times = torch.zeros((self._end + 1) * _MOMENTS, dtype=torch.int64, device=device)
         self._lane = _Lane(device)
         self._loaded: dict[int, _Mark] = {}  # by layer
         self._filled: tuple[GroupCopies, ...] = ()
 
     def fill(self, plan: StepCopies) -> bool:
-        """Write the step's lists, in order on the current stream; return false if they are too long.
+        """Write the step's lists on the current CUDA stream; return false if they are too long.
 
-        The host does not wait. Raises `TransferError`, and writes nothing, for links that are not attached and runs
-        outside of the pools.
+        The host does not wait. If a link is not attached or a run lies outside of the pools, raise `TransferError` and
+        write nothing.
         """
         assert buffers_of(plan) == self.num_buffers
         groups = self._layer_stream.groups
@@ -181,13 +186,13 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A moment in the work of a lane."""
+    """A point in the work of a lane."""
 
     device: torch.device
     event: torch.cuda.Event | None  # None: the lane runs in line
 
     def wait(self) -> None:
-        """Make the current CUDA stream wait until the lane has reached this moment."""
+        """Make the current CUDA stream wait until the lane has reached this point."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
@@ -214,7 +219,7 @@ def _timings_of_group(copies: GroupCopies, times: npt.NDArray[np.int64]) -> Stre
     has_load = np.array([copies.load(layer) is not None for layer in layers])
     has_store = np.array([copies.store(layer) is not None for layer in layers])
     spill_s = _seconds(times[:, _SPILLED] - times[:, _LOAD_BEGAN]) if copies.spill is not None else 0.0
-    # Computing waits, as in the eager step, for the load or, if there is none, for the store before it in the lane.
+    # As in an eager step, computing waits for the load, or without one for the store that precedes it in the lane.
     waits_for_load = has_load | (copies.spill is not None)
     return replace(
         copies.amounts(),

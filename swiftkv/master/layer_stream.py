@@ -151,15 +151,15 @@ class LaunchedStep(Protocol):
 
 
 class LayerStream:
-    """Performs the copies of one step after another, around the layers of a model, and records their timings.
+    """Makes the copies of each step around the layers of a model, and records their timings.
 
-    A step may begin while a device is busy with earlier ones. `step_ended` records it.
+    A step may begin while the device is busy with earlier steps. `step_ended` records the timings of a step.
     """
 
     def __init__(self, transport: Transport, groups: Sequence[KVGroup], communicator: Communicator = ALONE) -> None:
         """`groups` are all the KV groups of the model, in the order of its pool.
 
-        Each rank of a model has a stream, and they make the same steps.
+        Every rank has a `LayerStream` of its own, and all ranks make the same steps.
         """
         self.groups = tuple(groups)
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # single steps; the reader may clear it
@@ -172,9 +172,10 @@ class LayerStream:
     def step(self, plan: StepCopies) -> Iterator[KVStream]:
         """Yield the hooks for one forward pass; on leaving, all copies of the step are done.
 
-        On a device they are done when its compute stream has come that far: the caller waits for that before anything
-        is given back. Raises `TransferError` if a copy failed, on any rank: then no copy is in flight, and nothing of
-        the step counts.
+        On a device, they are done when its compute stream has reached this point. Wait for that before giving memory
+        back to a lender.
+
+        Raises `TransferError` if a copy failed on any rank. Then no copy is in flight, and the step's results are void.
         """
         if not plan.has_copies:
             yield NO_STREAM
@@ -198,9 +199,7 @@ class LayerStream:
         self._launched.append(step)
 
     def step_ended(self) -> float:
-        """Record the times and bytes of the oldest step with copies that is not recorded yet.
-
-        Return the seconds for which computing waited for copies in it.
+        """Record the timings of the oldest unrecorded step with copies, and return its exposed seconds.
 
         Call this once for each step with copies that did not fail, after the device has ended it.
         """
@@ -219,10 +218,10 @@ class LayerStream:
 
 
 class _Journal:
-    """The timings that a transport reports of its jobs, kept for the steps that the jobs belong to.
+    """Sorts the timings of a transport's jobs by step.
 
-    When one step has ended, jobs of the next may have ended, too. Steps ask in order, so jobs of a failed step have
-    smaller tickets than those of the next step that asks, and are forgotten.
+    The transport reports jobs as they end, so there may be jobs of the next step among them, which are kept. Steps ask
+    in order. Timings with smaller tickets than the asking step's belong to a failed step, and are forgotten.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -235,7 +234,7 @@ class _Journal:
         return copied
 
     def waited(self, tickets: Collection[Ticket], by_host: Exposures) -> Exposures:
-        """Return how long the device waited for these jobs; if none did, how long the host did."""
+        """Return how long the device waited for these jobs, or `by_host` if it is the host that waits for copies."""
         if not isinstance(self._transport, DeviceTransport):
             return by_host
         waited, self._waited = _split(np.append(self._waited, self._transport.take_exposures()), tickets)
@@ -323,9 +322,9 @@ class _Step:
 class _RankStep(_Step):
     """A step of one of several ranks.
 
-    The others wait for this rank's part of every layer, so it goes on after a copy has failed, with whatever its pool
-    holds then, and all ranks give the step up at its end. They meet there in any case: only rank 0 gives lenders their
-    memory back, and it must know that the others have ended their copies.
+    The other ranks wait for this rank's part of every layer. So after a failed copy it goes on with undefined KV, and
+    all ranks give up the step at its end. They meet there even if nothing has failed: rank 0, which alone gives memory
+    back to lenders, must know that the copies of all ranks have ended.
     """
 
     def __init__(
@@ -349,4 +348,4 @@ class _RankStep(_Step):
         try:
             super()._wait(ticket)
         except TransferError as error:
-            self._failure = TransferError(str(error))  # without links: other ranks may have failed over others
+            self._failure = TransferError(str(error))  # names no links: other ranks may have failed over other links

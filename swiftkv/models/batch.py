@@ -44,11 +44,11 @@ class StepArrays(Protocol):
 class ModelInput:
     """T tokens of S sequences, prefill and decode mixed; all int32.
 
-    Sequence `s` brings tokens `query_starts[s]` to `query_starts[s + 1]`, the last of its `context_lens[s]` tokens:
-    after the step the pool holds that many. Its blocks in KV group `g`, from position 0 on, are the entries
+    Sequence `s` brings tokens `query_starts[s]` to `query_starts[s + 1]`. They are the last of its `context_lens[s]`
+    tokens, whose KV is in the pool after the step. Its blocks in KV group `g`, from position 0 on, are the entries
     `table_starts[g][s]` to `table_starts[g][s + 1]` of `stream_tables[b][g]`. An entry is the layer-block index of
-    layer 0, or that of a staged block (`kernels/block_table.py`). Of B tables, layer `l` reads `b = l % B`: they differ
-    only in where borrowed blocks are staged. `l` counts within the group.
+    layer 0, or names a staged block (`kernels/block_table.py`). If there are B tables, layer `l` of the group reads
+    table `b = l % B`. The tables differ only in where borrowed blocks are staged.
     """
 
     token_ids: Tensor  # [T]

@@ -35,15 +35,15 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    partial_rotary_factor: float = 1.0  # the part of a head that is turned, its first dimensions
+    partial_rotary_factor: float = 1.0  # the part of a head that is rotated: its first dimensions
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return how many dimensions of a head are turned, from its first one on."""
+        """Return the number of dimensions of a head that are rotated, from its first one on."""
         return int(head_dim * self.partial_rotary_factor)
 
     @property
     def scaled_positions(self) -> int:
-        """The length of the longest sequence, in tokens, whose positions the scaled embedding is meant for."""
+        """The length, in tokens, of the longest sequence that the scaled embedding is meant for."""
         if self.rope_type in ("linear", "dynamic"):
             return int(self.max_position_embeddings * self.factor)
         if self.rope_type == "yarn":
@@ -83,7 +83,7 @@ class AttentionKind:
 
 
 def divided(full: AttentionKind, windowed: AttentionKind, window_layers: Iterable[int]) -> tuple[AttentionKind, ...]:
-    """Divide the layers of a model: `window_layers` are of the second kind, the others of the first."""
+    """Divide the layers of a model: `window_layers` are `windowed`, and the others are `full`."""
     chosen = frozenset(window_layers)
     others = tuple(layer for layer in full.layers if layer not in chosen)
     within = tuple(layer for layer in full.layers if layer in chosen)
@@ -91,7 +91,10 @@ def divided(full: AttentionKind, windowed: AttentionKind, window_layers: Iterabl
 
 
 def with_window(kind: AttentionKind, layers: Iterable[int], window: int | None) -> tuple[AttentionKind, ...]:
-    """Divide a kind: `layers` get the window, unless it is as long as any sequence; the others see everything."""
+    """Divide a kind: `layers` get the window, and the others see everything.
+
+    A window as long as any sequence changes nothing.
+    """
     if not window or window >= kind.rope.scaled_positions:
         return (kind,)
     return divided(kind, replace(kind, window=window), layers)
@@ -114,12 +117,12 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    norm_offset: float | None = None  # norms multiply by it + weight in float32; None: by the weight, in its dtype
+    norm_offset: float | None = None  # norms multiply by offset + weight in float32; None: by the weight, in its dtype
     activation: GatedActivation = SILU  # used by MLPs and experts
     embedding_scale: float = 1.0
     has_head: bool = True  # an embedding model has none, and ends with its last norm
-    prefix: str = ""  # of the tensors' names in checkpoints that hold other models, too
-    qweights: QWeights | None = None  # the format of packed weights called so; None: `config.json` names none
+    prefix: str = ""  # what tensor names begin with, in checkpoints that hold other models, too
+    qweights: QWeights | None = None  # the format of tensors called `qweight`; None: `config.json` names none
     logit_soft_cap: float = 0.0  # logits become logit_soft_cap * tanh(logit / logit_soft_cap); 0: unchanged
 
     def extended(self, kind: type[_Config], **more: Any) -> _Config:
@@ -145,7 +148,8 @@ class DecoderConfig:
     def of_rank(self, num_ranks: int) -> Self:
         """Return the shape of the part that each of `num_ranks` tensor-parallel ranks has: its heads and its MLP.
 
-        Ranks share KV heads where there are fewer of them. Raises `ConfigError` for a number that does not divide.
+        If there are fewer KV heads than ranks, ranks share them. Raises `ConfigError` for ranks that cannot divide the
+        model evenly.
         """
         if not self._can_divide(num_ranks):
             possible = ", ".join(str(n) for n in range(1, _MAX_RANKS + 1) if self._can_divide(n))
@@ -169,7 +173,7 @@ class DecoderConfig:
         )
 
     def _inner_sizes(self) -> dict[str, int]:
-        """Return the sizes that ranks divide beside heads, by the words for them in a message."""
+        """Return the sizes, other than heads, that ranks divide. The keys are their names in an error message."""
         return {"an intermediate_size": self.intermediate_size}
 
     def _can_divide(self, num_ranks: int) -> bool:

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from swiftkv.models.parallel import Ranks
 
 _LAYERS_AT_ONCE = 4
-"""The layers whose kernels may be deferred together, in steps of at most `_FEW_TOKENS`; in longer ones it is one layer,
-because the results of all kernels that wait take memory."""
+"""The number of layers whose kernels are deferred together, in steps of at most `_FEW_TOKENS`.
+
+In longer steps it is one layer, because the results of all deferred kernels take memory.
+"""
 _FEW_TOKENS = 128
 
 Batches = Sequence[Sequence[Any]]
@@ -76,8 +78,8 @@ class Decoder(Protocol):
     ) -> Tensor:
         """Return hidden states [T, hidden_size] before the final norm; writes the KV of the step's tokens.
 
-        `token_ids` int32 [T], on the model's device; the host decides nothing. `regions` are the KV groups' parts of
-        the pool, uint8, flat. `stream` copies KV to and from other pools; its errors pass through.
+        `token_ids` int32 [T] are on the model's device; the host does not look at them. `regions` are the KV groups'
+        parts of the pool, uint8, flat. `stream` copies KV to and from other pools; its errors pass through.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -87,12 +89,12 @@ class Decoder(Protocol):
         """
 
     def tokens_per_expert(self) -> dict[int, Tensor]:
-        """Return how often each expert was chosen so far, int64 [num_experts], by layer; the kernels go on counting."""
+        """Return how often each expert was chosen so far, int64 [num_experts], by layer. The kernels update these."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlace:
-    """Says where the KV of one layer lies, and how attention reads it there."""
+    """The place of one layer's KV, and the attention that reads it there."""
 
     layer: int  # in the model
     group: int  # in the model's KV groups
@@ -102,7 +104,7 @@ class KVPlace:
 
 @dataclass(frozen=True, slots=True)
 class StepKV:
-    """Says where the KV of one step lies, and moves it."""
+    """The KV of one step: where it lies, and the stream that moves it."""
 
     batches: Batches
     regions: Sequence[Tensor]
@@ -121,7 +123,7 @@ class AttentionPart(Protocol):
 
     @property
     def is_deferrable(self) -> bool:
-        """Say whether kernels alone compute it, which may be `Ops.deferred`."""
+        """Whether only kernels compute it, so that their calls may be deferred (`Ops.deferred`)."""
 
 
 class MlpPart(Protocol):
@@ -132,7 +134,7 @@ class MlpPart(Protocol):
 
     @property
     def is_deferrable(self) -> bool:
-        """Say whether kernels alone compute it, which may be `Ops.deferred`."""
+        """Whether only kernels compute it, so that their calls may be deferred (`Ops.deferred`)."""
 
     @property
     def tokens_per_expert(self) -> Tensor | None:
@@ -188,7 +190,7 @@ class LayerSource:
 
     @property
     def prefix(self) -> str:
-        """The begin of the names of the layer's tensors."""
+        """The beginning of the names of the layer's tensors."""
         return f"model.layers.{self.place.layer}"
 
     @property

@@ -1,4 +1,4 @@
-"""Qwen3, Qwen2, Llama and Mistral: one stack of dense layers that differ in which tensors they have.
+"""Qwen3, Qwen2, Llama and Mistral: stacks of dense layers that differ only in the tensors that they have.
 
 A step embeds its tokens; every layer then adds attention and a gated MLP (`models/parts.py`) to their hidden states, in
 the loop of `models/decoder.py`; the head turns hidden states into logits:
@@ -10,8 +10,8 @@ the loop of `models/decoder.py`; the head turns hidden states into logits:
 This file lists the keys of `config.json` and the tensors of the checkpoint that make such a model. It imports no torch,
 so that `swiftkv plan` answers at once.
 
-A *kind* of attention is that of the layers of one KV group: all of them, or those with a window and those without. To
-*pack* a tensor is to read this rank's part of it from the checkpoint and to lay it out as the kernels want it.
+A *kind* of attention belongs to the layers of one KV group: all layers, those with a window, or those without. To
+*pack* a tensor means to read this rank's part of it from the checkpoint and to lay it out as the kernels want it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Biases:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The properties of an architecture that its `config.json` does not tell."""
+    """The properties of an architecture that its `config.json` does not have."""
 
     biases: Callable[[HFConfig], Biases] = lambda raw: Biases(raw.attention_bias, raw.attention_bias)
     window_layers: Callable[[HFConfig], Sequence[int]] = lambda raw: ()
     qk_norm: bool = False
-    head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
+    head_dim: int | None = None  # the default without one in config.json; None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
     norm_offset: float | None = None  # see `DecoderConfig`
     partial_rotary: bool = False  # if not, transformers ignores partial_rotary_factor, which must be 1
@@ -171,7 +171,7 @@ def decoder_weights(
 ) -> dict[str, Weight]:
     """Return the shape of every tensor of the checkpoint, by name, and the part of it that a rank reads.
 
-    `mlp_weights` returns those of the second half of one layer.
+    `mlp_weights` returns the tensors of the second half of one layer.
     """
     embedding = (config.vocab_size, config.hidden_size)
     weights = {

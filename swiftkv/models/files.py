@@ -36,8 +36,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _LAYOUTS = {
     # A model that was saved without its head, as embedding models are.
     "embed_tokens.weight": {"model.": ""},
-    # A model that also sees images, saved by transformers from 4.52 on in the layout of its modules, as merges often
-    # are; decoders ask for the names before it, to which transformers turns them back unless it is told otherwise.
+    # A model that also sees images, with the names of transformers' modules since 4.52. Merged models often have them.
+    # Decoders ask for the earlier names, which transformers itself writes unless it is told otherwise.
     "model.language_model.embed_tokens.weight": {
         f"{TEXT_MODEL}model.": "model.language_model.",
         f"{TEXT_MODEL}lm_head.": "lm_head.",
@@ -109,10 +109,10 @@ def check_tensors(directory: Path, weights: Mapping[str, Weight], qweights: QWei
 
 
 def saved_bytes(directory: Path, weights: Mapping[str, Weight], qweights: QWeights | None, element_bytes: int) -> int:
-    """Return by how much a rank's weights are smaller in memory if codes stay so; see `check_tensors`.
+    """Return the bytes that a rank saves if quantized weights stay quantized in memory; see `check_tensors`.
 
-    Headers do not tell the order of columns in groups, which is taken to be theirs, or whether zeros are all equal, and
-    need not be kept: they are counted.
+    Headers do not say everything. Groups are taken to consist of consecutive columns. Zeros are counted, although zeros
+    that are all equal need not be kept.
     """
     headers = _Headers.read(directory, qweights)
     saved: dict[tuple[str, tuple[int, ...]], int] = {}  # by weight: one that is used twice counts once
@@ -144,7 +144,7 @@ class _Headers:
         return cls(tensors, NameLayout(tensors), qweights)
 
     def place(self, name: str, weight: Weight) -> tuple[str, tuple[int, ...], int]:
-        """Return the tensor that has a weight, perhaps among others, with its shape and the shards in it."""
+        """Return the name, the shape and the number of shards of the tensor that holds a weight, or several weights."""
         packed = weight.packed
         if packed is not None and any(name in self.tensors for name in possible_names(packed.name)):
             return packed.name, packed.shape, packed.num_shards
@@ -160,7 +160,7 @@ class _Headers:
         return find_quantized(self.layout.stored(wanted), shape, num_shards, self.tensors.get, self.qweights)
 
     def coded_bytes(self, name: str, weight: Weight) -> int | None:
-        """Return the bytes of a rank's part of a weight as codes; `None` if it is not kept so."""
+        """Return the bytes of a rank's part of a weight as codes; `None` if it does not stay quantized."""
         found = self.quantized(name, weight)
         if found is None:
             return None

@@ -1,7 +1,7 @@
 """Gemma 2 and the text model of Gemma 3: norms before and after each half of a layer, and windows in most layers.
 
 The halves are those of `models/dense.py`. Norms multiply by 1 + weight and round once; embeddings are scaled. Gemma 2
-also caps attention scores and logits; Gemma 3 turns the heads of its window layers by frequencies of their own.
+also caps attention scores and logits; Gemma 3 has rotary frequencies of their own for its window layers.
 
 This file imports no torch, so that `swiftkv plan` answers at once.
 """

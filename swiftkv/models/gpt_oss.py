@@ -1,7 +1,9 @@
-"""gpt-oss: window layers in turn with full ones, sinks in all of them, and experts in every layer.
+"""gpt-oss: window layers and full layers alternate; all have sinks and experts.
 
-Checkpoints store a layer's experts as one tensor a matrix, transposed, gate and up in turn; the published ones store
-the matrices in MXFP4, which stay so on the CPU. This file imports no torch, so that `swiftkv plan` answers at once.
+Checkpoints have one tensor for each matrix of all experts of a layer. It is transposed, and gate and up alternate. The
+published checkpoints store the matrices in MXFP4, which the CPU's kernels keep in memory.
+
+This file imports no torch, so that `swiftkv plan` answers at once.
 """
 
 from __future__ import annotations

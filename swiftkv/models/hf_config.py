@@ -84,7 +84,7 @@ class HFConfig(msgspec.Struct):
     def with_rope_of(self, kind: str, otherwise: dict[str, Any] | None = None) -> Self:
         """Return the keys with the rotary parameters of one kind of layers.
 
-        If it has none of its own, it has those of `otherwise`, or those of the model.
+        A kind without parameters of its own gets `otherwise`, or without that the model's.
         """
         parameters = (self.rope_parameters or {}).get(kind) or otherwise
         if parameters is None:
@@ -154,9 +154,9 @@ def read_architectures(file: Path) -> list[str]:
 
 
 def read_quantization(directory: Path, raw: Any) -> tuple[str, Any]:
-    """Return the name of the place that says how a checkpoint is quantized, and the `quantization_config` in it.
+    """Return the `quantization_config` of a checkpoint, after the name of the place where it is.
 
-    `raw` is that of `config.json`. Without one, it is that of the older programs' own files, if there is one.
+    `raw` is the one in `config.json`. If that has none, older programs' own files may have one.
     """
     if raw is None:
         for file in (directory / name for name in OWN_FILES if (directory / name).is_file()):
@@ -215,9 +215,9 @@ def read_rope(file: Path, raw: HFConfig) -> RopeConfig:
 
 
 def read_eos_token_ids(directory: Path, raw: HFConfig) -> tuple[int, ...]:
-    """Return the tokens that end an answer, by `raw`, and by the tokenizer and `generation_config.json` if it has them.
+    """Return the tokens that end an answer, from `raw`, the tokenizer and `generation_config.json`, where these are.
 
-    Fine-tuned models often have a new end of turns in their tokenizer, and the end token of their base elsewhere.
+    A fine-tuned model often has a new end-of-turn token in its tokenizer, and its base model's end token elsewhere.
     """
     generation = _read_if_there(directory / "generation_config.json", _GenerationConfig)
     ids: list[int] = []
@@ -284,7 +284,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""The keys of `config.json` that do not affect a server's results: those of training, of output, and of origin."""
+"""The keys of `config.json` that do not affect a server's results: about training, output and origin."""
 
 
 def read_known_keys(file: Path, kind: type[_Keys], inside: str | None = None) -> _Keys:

@@ -81,7 +81,7 @@ class MappedWeights:
             raise CheckpointError(f"{directory}: files were replaced while they were read; start the model again")
 
     def identity(self) -> int:
-        """Return 63 bits that are those of another process's `MappedWeights` if it has mapped the same files."""
+        """Return 63 bits that are equal in two processes if both have mapped the same files, and otherwise differ."""
         digest = xxhash.xxh3_64(repr(sorted(self._description.items())).encode())
         for opened, mark in self._opened:
             status = os.fstat(opened.fileno())
@@ -89,9 +89,9 @@ class MappedWeights:
         return digest.intdigest() >> 1
 
     def fingerprint(self) -> str:
-        """Return a hexadecimal digest of the configuration and the weights, every byte of them, and of no path.
+        """Return a hexadecimal digest of the configuration and of every byte of the weights, but of no path.
 
-        It is of the files that are mapped, not of others that replaced them, and may be called in any thread.
+        It covers the files that are mapped, even if others have replaced them since. Call it in any thread.
 
         Raises `FilesChangedError` if a mapped file was written to, `OSError` if one cannot be read.
         """
@@ -149,7 +149,7 @@ class MappedWeights:
         return self._get(name, shape, (torch.uint8,))
 
     def check_unchanged(self) -> None:
-        """Raise `FilesChangedError` if a mapped file was written to. One that another replaced is still mapped."""
+        """Raise `FilesChangedError` if a mapped file was written to. A file that was replaced is still mapped."""
         for opened, mark in self._opened:
             if _mark(opened) != mark:
                 raise FilesChangedError(
@@ -176,7 +176,7 @@ def _is_other(opened: BinaryIO, file: Path) -> bool:
 
 
 def _mark(opened: BinaryIO) -> tuple[int, int]:
-    """Return what changes when a file is written to."""
+    """Return a mark that changes when the file is written to."""
     status = os.fstat(opened.fileno())
     return status.st_size, status.st_mtime_ns
 
@@ -206,7 +206,7 @@ class Packer:
         return packed
 
     def head(self, module: str, embedding: Tensor) -> PackedLinear:
-        """Pack the last layer. A tied one shares the embedding's memory, unless kernels read another layout."""
+        """Pack the head. A tied head shares the embedding's memory, unless kernels read another layout."""
         name = f"{module}.weight"
         is_tied = self._stored_name(name) == self._stored_name("model.embed_tokens.weight")
         if not is_tied or self.weights[name].part_shape != tuple(embedding.shape):
@@ -234,7 +234,7 @@ class Packer:
             self._forget(names)
 
     def matrix(self, name: str) -> Tensor | CodedMatrix:
-        """Return this rank's part of a matrix; if it is quantized and kernels keep its codes, it stays so."""
+        """Return this rank's part of a matrix. A quantized matrix stays quantized if the kernels keep its codes."""
         weight, quantized = self.weights[name], self._quantized(name)
         if quantized is not None and self.ops.keeps_codes(self.dtype):
             here = quantized.coded(_columns(weight), self.dtype)

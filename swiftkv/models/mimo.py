@@ -4,10 +4,9 @@ The halves of layers are those of `models/dense.py` and `models/moe.py`. A confi
 MiMo-V2-Flash or MiMo-V2.5, or one that transformers wrote.
 
 MiMo-V2.5 has one matrix instead of the projections of queries, keys and values. The published matrix, which is FP8 in
-blocks, was divided for as many ranks as full attention has KV heads, and has each rank's queries, keys and values below
-those of the rank before. Programs that write it in other formats write all queries, then all keys and all values, under
-the same name and in the same shape. For those `config.json` must tell which it is, under a key of ours,
-`fused_qkv_shards`.
+blocks, consists of shards, as many as full attention has KV heads. Each shard has its queries, then its keys, then its
+values. Programs that convert it write all queries, then all keys, then all values, under the same name and in the same
+shape. So for a converted checkpoint, `config.json` must have a key of ours that says which it is, `fused_qkv_shards`.
 
 This file imports no torch, so that `swiftkv plan` answers at once.
 """
@@ -151,7 +150,7 @@ class MimoDecoder(MoeDecoder):
 
 
 def _fused_qkv_shards(file: Path, raw: _Keys, kinds: tuple[AttentionKind, ...]) -> int | None:
-    """Return for how many ranks the matrix of queries, keys and values was divided; `None` without such a matrix."""
+    """Return the number of shards in the matrix of queries, keys and values; `None` without such a matrix."""
     if raw.attention_projection_layout == "split":
         return None
     num_shards = raw.fused_qkv_shards

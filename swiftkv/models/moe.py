@@ -1,6 +1,6 @@
 """Qwen3-MoE and Mixtral: the layers of `models/dense.py`, some or all with a mixture of experts as their MLP.
 
-Checkpoints have a tensor for each expert's matrix, or one for all experts of a layer (`gate_up_proj`, `down_proj`).
+Checkpoints have one tensor per expert and matrix, or one for all experts of a layer (`gate_up_proj`, `down_proj`).
 This file imports no torch, so that `swiftkv plan` answers at once.
 """
 

@@ -1,4 +1,4 @@
-"""MXFP4, the format of gpt-oss's experts: numbers of four bits that share a power of two by thirty-two.
+"""MXFP4, the format of gpt-oss's experts: numbers of four bits, of which every thirty-two share a power of two.
 
 OCP Microscaling Formats 1.0, sections 5.2 and 5.3: an element is e2m1 (sign, two bits of exponent, one of mantissa),
 and a scale e8m0 (eight bits of exponent).

@@ -63,9 +63,9 @@ ALONE = Alone()
 
 
 def agree(communicator: Communicator, failure: TransferError | None) -> None:
-    """Return when all ranks, whose memory is the host's, have come here, and none of them has failed.
+    """Wait until every rank has called this, each with its failure or `None`. Only for ranks on the CPU.
 
-    Raises `TransferError` on every rank otherwise: its own `failure`, or one that says which other rank failed.
+    If any rank has failed, raises `TransferError` on every rank: its own `failure`, or one that names another rank.
     """
     failed = communicator.all_gather(torch.tensor([failure is not None], dtype=torch.uint8)).flatten().nonzero()
     if failure is not None:

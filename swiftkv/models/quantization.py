@@ -1,9 +1,9 @@
 """Tells which quantized checkpoints can be read, and which tensors hold a weight; `models/unpacking.py` unpacks them.
 
-By what `config.json` says a checkpoint is accepted or refused, and no more: some weights of every checkpoint are not
-quantized, and some programs quantize each in its own way. So the tensors of a weight tell how it is stored: by their
-names, their dtypes and their shapes. The factors of activations (`input_scale`) and of keys and values (`k_scale`,
-`v_scale`) are not needed, since neither is rounded.
+`config.json` only decides whether a checkpoint is accepted. It does not say how each weight is stored: some weights of
+every checkpoint are not quantized, and some programs quantize each weight in its own way. That follows from the names,
+dtypes and shapes of the weight's tensors. The factors of activations (`input_scale`) and of keys and values (`k_scale`,
+`v_scale`) are not needed, because neither is rounded here.
 
 This file imports no torch, so that `swiftkv plan` answers at once.
 """
@@ -30,7 +30,7 @@ _WORD = 32
 _BITS = (2, 4, 8)
 """The sizes that a packed number may have."""
 _SCALES = ("_scale_inv", "_scale")
-"""The names of the factors beside a weight. By both, programs mean what its numbers are to be multiplied by."""
+"""The names of the factors beside a weight. With either name, the weight's numbers are multiplied by the factors."""
 
 OWN_FILES = ("quantize_config.json", "quant_config.json")
 """The files in which AutoGPTQ and AutoAWQ said how they quantize, before `config.json` did."""
@@ -116,7 +116,7 @@ def is_block_wise(raw: Any) -> bool:
 
 
 def _why_not(quantization: _Quantization) -> str | None:
-    """Return what these weights have that cannot be read; `None` if they can."""
+    """Return the property of these weights that cannot be read; `None` if all can be read."""
     match quantization.quant_method:
         case "compressed-tensors":
             return _why_not_compressed(quantization)
@@ -358,7 +358,7 @@ class _Search:
         return [(), (1,), (1, 1), (rows,), (rows, 1), (rows, self._num_groups(scale, 1, group))]
 
     def _num_groups(self, scale: str, axis: int, group: str | None) -> int:
-        """Return the number of groups that a row has by the shape of its factors, if it can have as many."""
+        """Return the number of groups in a row, from the shape of the factors; 1 if a row cannot have that many."""
         shape = self._stored(scale).shape
         num_groups = shape[axis] if len(shape) == 2 else 0
         return num_groups if num_groups and (group is not None or self.matrix[1] % num_groups == 0) else 1
@@ -390,5 +390,5 @@ class _Search:
 
 
 def _words(numbers: int, bits: int) -> int:
-    """Return how many words it takes to pack so many numbers."""
+    """Return the number of words that hold `numbers` numbers of `bits` bits."""
     return ceil_div(numbers * bits, _WORD)

@@ -38,7 +38,7 @@ DECODERS: dict[str, type[Decoder]] = {
 
 
 def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
-    """Read `config.json` (and the end tokens of `generation_config.json`), in the style of any transformers.
+    """Read `config.json` (and the end tokens of `generation_config.json`), as any version of transformers writes them.
 
     A model whose `task` is to embed has no head.
 
@@ -64,8 +64,8 @@ def read_config(directory: Path, task: Task = "generate") -> DecoderConfig:
 def weight_bytes(config: DecoderConfig, num_ranks: int, dtype: str, codes_in: Path | None = None) -> int:
     """Return the bytes of a rank's weights in `dtype`, a key of `DTYPE_BYTES`; `config` is the whole model's.
 
-    Quantized weights in the files of `codes_in` are counted as they are, if there are files. Raises `CheckpointError`
-    if they cannot be read.
+    With `codes_in`, weights that are quantized in the files there are counted as quantized. Raises `CheckpointError` if
+    these files cannot be read.
     """
     weights = DECODERS[config.architecture].weights(config, RankSlices.of(config, 0, num_ranks))
     unpacked_bytes = num_parameters(weights) * DTYPE_BYTES[dtype]

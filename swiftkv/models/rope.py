@@ -18,15 +18,15 @@ _DIGESTED_ROWS = 256
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
     """Return float32 `[max_len, rotary_dim]`: half a row of cosines, then half a row of sines, scaled by yarn's factor.
 
-    Dimension `i` of a head is turned together with dimension `i + rotary_dim / 2`; dimensions from `rotary_dim` on are
-    not turned.
+    Dimension `i` of a head is rotated together with dimension `i + rotary_dim / 2`. Dimensions from `rotary_dim` on are
+    not rotated.
 
     `dynamic` depends on the length of the sequence when a token is computed. Here position `p` always gets the base of
     a sequence of `p + 1` tokens, at least `max_position_embeddings`, as in transformers when it goes token by token.
     So a token's result does not depend on its batch or chunk, and its KV can be cached.
     """
-    # Torch computes the last rows of a thread's share in another way, if they do not fill its vectors. So few rows at a
-    # time have one thread, so that a row depends neither on the length nor on the number of threads.
+    # Torch computes the last rows of a thread's share differently if they do not fill its vectors. So few rows are
+    # computed at a time, by one thread: then a row depends neither on the length nor on the number of threads.
     starts = range(0, max_len, _ROWS_AT_ONCE)
     return torch.cat([_rows(rope, rope.rotary_dim(head_dim), start) for start in starts])[:max_len]
 
@@ -41,9 +41,9 @@ def _rows(rope: RopeConfig, rotary_dim: int, start: int) -> Tensor:
 
 
 def table_digest(tables: Iterable[tuple[RopeConfig, int]]) -> str:
-    """Return a hexadecimal digest of the beginnings of tables, of each rotary embedding and its `head_dim`.
+    """Return a hexadecimal digest of the beginning of each table, given its rotary embedding and `head_dim`.
 
-    Torch makes tables, by functions that differ in the last bit between its versions and between processors.
+    Torch's functions, which make the tables, differ in the last bit between versions and between processors.
     """
     digest = xxhash.xxh3_64()
     for rope, head_dim in tables:
@@ -64,7 +64,7 @@ def _linear(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, rotary_dim: int, positions: Tensor) -> Tensor:
-    """Scale as NTK: the base grows with the sequence, so that the slowest dimension is interpolated by its length."""
+    """Scale as NTK does: the base grows with the sequence, so that the slowest dimension is interpolated."""
     lengths = (positions + 1).clamp(min=rope.max_position_embeddings)
     growth = rope.factor * lengths / rope.max_position_embeddings - (rope.factor - 1)
     theta = rope.theta * growth ** (rotary_dim / (rotary_dim - 2))

@@ -9,7 +9,7 @@ class KVStream(Protocol):
     """Follows a forward pass. Each call has the number of a layer, and layers come in order."""
 
     def before_write(self, layer: int) -> None:
-        """Return once the pool has all earlier KV that the layer's attention reads; new KV is written next."""
+        """Wait until the pool has all earlier KV that the layer's attention reads. New KV is written next."""
 
     def after_write(self, layer: int) -> None:
         """Note that the step's new KV of the layer is in the pool."""

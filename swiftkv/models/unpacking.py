@@ -35,15 +35,15 @@ class QuantizedMatrix:
     factors: Tensor  # float32 [rows, groups]
     zeros: Tensor | None  # [rows, groups]
     group: Tensor  # int64 [columns], the group of each column, on the CPU
-    code_bits: int | None = None  # numbers are integers from 0 on, of so many bits; None: they are others
+    code_bits: int | None = None  # the bits of numbers that are integers from 0 on; None: they are not
 
     def with_rows(self, of_rows: Callable[[Tensor], Tensor]) -> QuantizedMatrix:
-        """Return the matrix with other rows, or on another device, by what makes them of these rows' tensors."""
+        """Return the matrix with other rows, or on another device: `of_rows` converts each tensor that has rows."""
         zeros = None if self.zeros is None else of_rows(self.zeros)
         return replace(self, numbers=of_rows(self.numbers), factors=of_rows(self.factors), zeros=zeros)
 
     def coded(self, columns: slice, dtype: torch.dtype) -> CodedMatrix | None:
-        """Return these columns of the rows as codes; `None` if they or their groups are not such as kernels take."""
+        """Return these columns of the rows as codes; `None` if kernels do not take them or their groups."""
         group = _kernel_groups(self.group[columns])
         if group is None:
             return None
@@ -81,7 +81,7 @@ class QuantizedMatrix:
 
 
 def _coding(numbers: Tensor, code_bits: int | None, zeros: Tensor | None) -> tuple[Tensor, Coding, Tensor | None]:
-    """Return a matrix's codes, what they mean, and its zeros if it has others than 0."""
+    """Return a matrix's codes, their coding, and its zeros if any is not 0."""
     if numbers.dtype == torch.float8_e4m3fn:
         return numbers.view(torch.uint8), FP8, None
     if code_bits is not None and code_bits <= 4:
@@ -103,7 +103,10 @@ def _has_only_small_numbers(codes: Tensor, factors: Tensor) -> bool:
 
 
 def _kernel_groups(group: Tensor) -> Tensor | None:
-    """Return the group of each run of columns that kernels take as a group, as long as can be; `None` if none can."""
+    """Return the group of each run of columns that kernels take as one group, with the longest possible runs.
+
+    Return `None` if there are no such runs.
+    """
     for size in KERNEL_GROUPS:
         if len(group) % size == 0:
             of_run = group.view(-1, size)
@@ -113,7 +116,7 @@ def _kernel_groups(group: Tensor) -> Tensor | None:
 
 
 def _groups_in_order(group: Tensor) -> slice | None:
-    """Return the groups of some columns; `None` unless one follows the other and all have as many of the columns."""
+    """Return the groups of some columns; `None` unless they are consecutive, with equally many of the columns."""
     first, stop = int(group[0]), int(group[-1]) + 1
     if stop <= first or len(group) % (stop - first):
         return None
@@ -177,9 +180,9 @@ def _groups(stored: QuantizedTensors, tensor_of: Callable[[str], Tensor], num_gr
 def factors_by_row(scale: Tensor, shape: tuple[int, int], num_shards: int = 1) -> Tensor:
     """Return the factors of a matrix as float32 [rows, groups].
 
-    `scale` is one factor, one for each row, for each group of a row, or for each block. Blocks begin anew with each of
-    `num_shards` equal parts, one below the other, if there are as many as that takes: so MiMo-V2.5 stores its fused
-    projections.
+    `scale` is one factor, one for each row, one for each group of a row, or one for each block. With `num_shards` equal
+    parts below each other, each part may begin with a new block, as in MiMo-V2.5's fused projections. The number of
+    factors tells whether it does.
     """
     rows, _ = shape
     scale = scale.float()
@@ -197,7 +200,7 @@ def along_rows(words: Tensor, bits: int) -> Tensor:
     octets = words.contiguous().view(torch.uint8)  # x86 and Arm store the lowest bits first
     if bits == 8:
         return octets
-    # Each byte becomes as many as it has numbers, by copies that are shifted until every number begins a byte.
+    # Each byte is copied once for each number in it. Each copy is shifted so that its number begins the byte.
     octets = octets.to(torch.int16 if bits == 4 else torch.int32)
     spread = octets.clone()
     for place in range(1, 8 // bits):
@@ -226,7 +229,8 @@ def awq_numbers(words: Tensor) -> Tensor:
 def gptq_zeros(words: Tensor, bits: int, *, less_one: bool) -> Tensor:
     """Return the zeros of GPTQ's int32 [groups, words], as uint8 [rows, groups].
 
-    The first format stores them less one. Its programs subtract from whole words: a zero of 0 borrows from the next.
+    With `less_one`, they are stored less one. Programs subtract that from whole words, so a zero of 0 borrows from the
+    next.
     """
     if less_one:
         words = words + sum(1 << place for place in range(0, 32, bits))

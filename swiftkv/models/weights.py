@@ -82,7 +82,7 @@ class HeadSlices:
 
     @classmethod
     def of(cls, kind: AttentionKind, part: AttentionKind, rank: int, num_ranks: int) -> HeadSlices:
-        """Divide the whole model's `kind`, of which every rank has a `part`."""
+        """Return one rank's slices of `kind`, the whole model's. `part` is the same kind as one rank has it."""
         heads = _slice(rank * part.num_heads, part.num_heads)
         kv_heads = _slice(rank * kind.num_kv_heads // num_ranks, part.num_kv_heads)
         return cls(

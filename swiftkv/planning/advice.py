@@ -13,10 +13,10 @@ _FAR_BELOW = 4  # times
 
 
 def small_contexts(model: ModelConfig, plan: ModelPlan) -> Iterator[str]:
-    """Yield a warning if the pool is tiny, or holds little of what the model was made for.
+    """Yield a warning if the pool is tiny, or holds far fewer tokens than the longest context of the model.
 
-    Of the latter there is none if the file has `max_model_len`, which says that fewer tokens are enough; and there is
-    no warning at all for a pool whose size is known only to the engine.
+    The second warning is left out if the file has `max_model_len`, which says that fewer tokens are enough. There is no
+    warning for a pool whose size only the engine can find out.
     """
     if not isinstance(plan, SizedPlan):
         return

@@ -1,4 +1,4 @@
-"""Sizes the memory that the models of a node can lend to each other, and what then fits into a borrower's pool."""
+"""Sizes the memory that the models of a node can lend to each other, and the sequences that then fit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class LendingPair:
     """
 
     lender: SizedPlan
-    lender_group: int  # index into `lender.groups`; the first one stands for all if they share extents
+    lender_group: int  # index into `lender.groups`; 0 stands for all groups if they share extents
     borrower: SizedPlan
     borrower_group: int
     share: Fraction
-    extent: Extent  # in each rank's pool; if the lender's groups share extents, it consists of whole ones of these
+    extent: Extent  # the part in one rank's pool; a whole number of shared extents if the lender's groups share them
     num_extents: int
 
     @property
@@ -44,7 +44,7 @@ class LendingPair:
 
     @property
     def can_lend(self) -> bool:
-        """Whether a budget, now or later, may move an extent from this lender to this borrower."""
+        """Whether this lender could lend an extent to this borrower with some budget, now or later."""
         return self.lender.budget_bytes is not None and self.pool_extents > 0
 
     @property
@@ -54,7 +54,7 @@ class LendingPair:
 
     @property
     def lent_bytes(self) -> int:
-        """The bytes that are lent then, in the pools of all of the lender's ranks."""
+        """The bytes of `lent_blocks`, in the pools of all of the lender's ranks."""
         return self.lender.tensor_parallel_size * self.num_extents * self.extent.num_bytes
 
     @property
@@ -70,9 +70,9 @@ class LendingPair:
 
 @dataclass(frozen=True, slots=True)
 class BorrowerRoom:
-    """A borrower's pool as it is divided while it borrows from `pairs`, and what fits then.
+    """A borrower's pool as it is divided while it borrows from `pairs`, and the sequences that then fit.
 
-    One stream buffer is assumed. Where two fit, the scheduler uses two, which shortens no context.
+    One stream buffer is assumed. The scheduler uses two where they fit, which does not shorten any context.
     """
 
     borrower: SizedPlan
@@ -106,7 +106,10 @@ class BorrowerRoom:
         return self.borrower.block_size * min(sum(self.split(group)) for group in bounding)
 
     def _bounds_sequences(self, group: int) -> bool:
-        """Return whether a sequence may be too long for a group: never for a window that fits if prompts are split."""
+        """Return whether a group limits the length of a sequence.
+
+        A window group does not if prompts are split and it has room for the window.
+        """
         spec = self.borrower.groups[group]
         if spec.kind != "window" or not self.borrower.enable_chunked_prefill:
             return True
@@ -119,7 +122,7 @@ class BorrowerRoom:
 
     @property
     def cached_tokens(self) -> int:
-        """The tokens of all sequences together: more than `sequence_tokens` if the LSC limits one sequence."""
+        """The tokens of all sequences together. They are more than `sequence_tokens` if the LSC limits one sequence."""
         groups = range(len(self.borrower.groups))
         counts = [self.split(group)[1] + self.borrowed_blocks(group) for group in groups]
         return self.borrower.block_size * sequence_blocks(counts, self.borrower.groups)
@@ -129,11 +132,11 @@ class BorrowerRoom:
         return sum(pair.lent_bytes for pair in self.pairs)
 
     def beside(self, *lenders: SizedPlan) -> BorrowerRoom:
-        """Return the room with these lenders alone."""
+        """Return the borrower's room if only these lenders lent to it."""
         return replace(self, pairs=tuple(pair for pair in self.pairs if pair.lender in lenders))
 
     def sequence_tokens_after(self, pair: LendingPair, extents: int) -> int | None:
-        """Return `sequence_tokens` if `pair` lent `extents` more (or fewer); `None` if it cannot."""
+        """Return the `sequence_tokens` if `pair` lent `extents` more, or fewer if negative; `None` if it cannot."""
         num_extents = pair.num_extents + extents
         if not 0 <= num_extents <= pair.max_extents:
             return None
@@ -168,7 +171,7 @@ def lending_pairs(plans: Sequence[ModelPlan]) -> list[LendingPair]:
 def _pairs(lender: SizedPlan, borrower: SizedPlan, num_borrowers: int) -> list[LendingPair]:
     pairs = []
     lendable = lender.division.lendable()
-    parts_per_block = borrower.tensor_parallel_size // lender.tensor_parallel_size  # of the borrower's ranks
+    parts_per_block = borrower.tensor_parallel_size // lender.tensor_parallel_size  # borrower ranks per lender rank
     for i, num_blocks in lendable.items():
         for j, borrowed in enumerate(borrower.groups):
             extent = extent_between(num_blocks * lender.groups[i].block_bytes, parts_per_block * borrowed.block_bytes)

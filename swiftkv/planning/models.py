@@ -1,4 +1,4 @@
-"""The sizes of one model, from its `config.json` and its part of the configuration: no weight is read."""
+"""The sizes of one model, from its `config.json` and its part of the configuration. No weight is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """The figures of one model that are known before it starts. Bytes and `groups` are exact, and of one rank."""
+    """The figures of one model that are known before it starts. Bytes are exact. Bytes and `groups` are one rank's."""
 
     name: str
     role: str
@@ -33,7 +33,7 @@ class ModelPlan:
     dtype: str
     groups: tuple[KVGroup, ...]
     weight_bytes: int
-    unpacked_bytes: int  # of the same weights in `dtype`: more, if quantized ones stay so in memory
+    unpacked_bytes: int  # the same weights in `dtype`: more bytes, if quantized weights stay quantized in memory
     memory: PoolMemory
     max_model_len: int
     max_context_len: int  # the longest context that the model was made for
@@ -85,14 +85,14 @@ class ModelPlan:
 
     @property
     def storage_tokens(self) -> int | None:
-        """The tokens whose KV fits in the storage tier if all groups keep all of them; of windows less is kept."""
+        """The tokens whose KV fits in the storage tier if all groups keep all blocks; window groups keep fewer."""
         if self.storage_bytes is None:
             return None
         return self.storage_bytes // (self.tensor_parallel_size * self.bytes_per_token)
 
     @property
     def host_bytes(self) -> int | None:
-        """The host memory that the ranks of the model bring together; `None` if it has none below its pools."""
+        """The host memory below the pools of all ranks of the model together; `None` if there is none."""
         return None if self.host is None else self.tensor_parallel_size * self.host.bytes_for(self._known_pool_bytes)
 
     @property
@@ -101,7 +101,7 @@ class ModelPlan:
 
     @property
     def host_tokens(self) -> int | None:
-        """The tokens whose KV fits in that memory if all groups keep all of them; of windows less is kept."""
+        """The tokens whose KV fits in `host_bytes` if all groups keep all blocks; window groups keep fewer."""
         if self.host_bytes is None:
             return None
         block_bytes = [group.block_bytes for group in self.groups] * self.tensor_parallel_size
@@ -117,7 +117,7 @@ class ModelPlan:
 
     @property
     def chunk_tokens(self) -> int:
-        """The most tokens of one prompt that a step computes."""
+        """The most tokens of one prompt that one step computes."""
         return self.max_num_batched_tokens if self.enable_chunked_prefill else self.max_model_len
 
     @property
@@ -137,7 +137,7 @@ class ModelPlan:
 class SizedPlan(ModelPlan):
     """The plan of a model whose pool is configured in bytes, so that its size is known before it starts."""
 
-    group_blocks: tuple[int, ...]  # of each group; the most that it can have, if groups share extents
+    group_blocks: tuple[int, ...]  # each group's blocks; the most that it can have, if groups share extents
 
     @property
     def num_blocks(self) -> int:
@@ -233,7 +233,7 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
 
 
 def _weight_bytes(model: ModelConfig, checkpoint: Checkpoint, decoder: DecoderConfig) -> int:
-    """Return the bytes of a rank's weights. Quantized weights stay so on the CPU (`Ops.keeps_codes`)."""
+    """Return the bytes of a rank's weights. On the CPU, quantized weights stay quantized (`Ops.keeps_codes`)."""
     if model.device == "cpu" and model.dtype != "float32":
         # Files that cannot be read are counted unpacked: the engine that loads them says what is wrong.
         with contextlib.suppress(CheckpointError):
@@ -251,7 +251,7 @@ def _with_pool(plan: ModelPlan, model: ModelConfig, memory: PoolBytes) -> SizedP
 
 
 def pool_too_small(model: ModelConfig, division: PoolDivision, pool_tokens: int) -> ConfigError:
-    """Return the mistake of a pool that holds `pool_tokens`, too few for one sequence."""
+    """Return the error for a pool whose `pool_tokens` are too few for one sequence."""
     wanted = model.max_model_len or model.kv_cache.block_size
     needed = division.pool_bytes_for_tokens(wanted)
     return ConfigError(

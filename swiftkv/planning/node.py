@@ -1,4 +1,4 @@
-"""The sizes of all models of a node together, from `config.json` files alone: nothing is started."""
+"""The sizes of all models of a node together, from `config.json` files alone. Nothing is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
         raise ConfigError("\n".join(mistakes))
     rooms = {room.borrower.name: room for room in plan_lending(plans)}
     for i, (plan, model) in enumerate(zip(plans, config.models, strict=True)):
-        if isinstance(plan, SizedPlan):  # for the others, the engine finds out what fits
+        if isinstance(plan, SizedPlan):  # for other plans, the engine finds out at its start which lengths fit
             try:
                 plans[i] = _with_max_model_len(plan, model, rooms.get(plan.name) or BorrowerRoom(plan, ()))
             except ConfigError as error:
@@ -39,7 +39,7 @@ def plan_node(config: Config, need_weights: bool) -> tuple[ModelPlan, ...]:
 
 
 def plan_one_more(config: Config, plans: Sequence[ModelPlan]) -> ModelPlan:
-    """Size the last model of `config`, for serving, beside the others, which run as `plans` say.
+    """Size the last model of `config`, for serving. The other models run already, as `plans` say.
 
     Raises `ConfigError` that begins with the key below the model.
     """
@@ -52,7 +52,7 @@ def plan_one_more(config: Config, plans: Sequence[ModelPlan]) -> ModelPlan:
 
 
 def _with_max_model_len(plan: SizedPlan, model: ModelConfig, room: BorrowerRoom) -> SizedPlan:
-    """Return `plan` with the length that fits in its pool and the memory that the configured budgets promise it.
+    """Return `plan` with the `max_model_len` that fits in its pool and the memory that the budgets promise it.
 
     Raises `ConfigError` that begins with the key below the model.
     """
@@ -64,6 +64,6 @@ def _with_max_model_len(plan: SizedPlan, model: ModelConfig, room: BorrowerRoom)
     lenders = ", ".join(dict.fromkeys(pair.lender.name for pair in room.pairs if pair.num_extents))
     raise ConfigError(
         f"max_model_len: {asked} is more than the {room.sequence_tokens} tokens that fit: kv_cache.memory holds "
-        f"{plan.pool_tokens}, what {lenders} may lend brings the rest; lower it, or raise kv_cache.memory or a "
-        "worker's lending.budget"
+        f"{plan.pool_tokens}, and the memory that {lenders} may lend holds the rest; lower it, or raise "
+        "kv_cache.memory or a worker's lending.budget"
     )

@@ -12,9 +12,9 @@ from swiftkv.planning.models import ModelPlan, plan_model
 
 
 def check_replacement(model: ModelConfig, config: Config, running: ModelPlan) -> None:
-    """Raise `ConfigError` unless the current files at the model's path can be loaded in place of the running ones.
+    """Raise `ConfigError` unless the files that are now at the model's path can be loaded in place of the running ones.
 
-    The plan stays as it was made with these: lengths, the pool and the budget. No weight is read.
+    The running plan keeps its lengths, pool and budget. No weight is read.
     """
     plan = plan_model(model, config, need_weights=True)
     for what, here, there in (

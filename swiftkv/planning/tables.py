@@ -29,7 +29,7 @@ def print_plan(config: Config, plans: Sequence[ModelPlan], rooms: Sequence[Borro
 
 
 def _unreached(plans: Sequence[ModelPlan]) -> Iterator[str]:
-    """Yield a sentence for each pair that does not lend because one is on a GPU and the other is not."""
+    """Yield a sentence for each pair of models that cannot lend because only one of them is on a GPU."""
     for master in (plan for plan in plans if plan.role == "master"):
         for worker in (plan for plan in plans if plan.budget_bytes is not None):
             if worker.on_gpu != master.on_gpu:
@@ -119,7 +119,7 @@ def _page_locked(plan: ModelPlan) -> str:
 
 
 def _at_least(plan: ModelPlan) -> str:
-    """Return the words before a tier's number of tokens, which counts windows in full although less of them is kept."""
+    """Return the words before a tier's number of tokens. That counts window groups in full, although they keep less."""
     return "at least " if plan.has_windows else ""
 
 
@@ -128,7 +128,7 @@ def _once_known(plan: ModelPlan, cell: Callable[[SizedPlan], str]) -> str:
 
 
 def _pool_size(plan: ModelPlan) -> str:
-    """Return the size of a pool; from a part of a GPU, weights and activations are still to be subtracted."""
+    """Return the size of a pool as text. For a part of a GPU, weights and activations are still to be subtracted."""
     if isinstance(plan.memory, DeviceShare):
         return f"rest of {float(plan.memory.part):.0%} of {plan.device}"
     return str(plan.memory)
@@ -203,7 +203,7 @@ def _lending_notes(room: BorrowerRoom) -> Iterator[str]:
     if room.sequence_tokens > model_limit:
         yield f"{room.borrower.name} itself was made for {model_limit:,} tokens"
     for lender in dict.fromkeys(pair.lender.name for pair in room.pairs if pair.lender.tensor_parallel_size > 1):
-        yield f"{lender} has ranks: an extent is a part of the pool of each, and the bytes lent are those of all"
+        yield f"{lender} has several ranks: an extent has a part in the pool of each, and bytes lent are those of all"
     for pair in room.pairs:
         if pair.num_extents == 0:
             yield f"{_pair_name(pair)} lends nothing: {_why_not(pair)}"

@@ -1,4 +1,4 @@
-"""The choice of the transports over which the engines of a node lend."""
+"""Chooses the transports over which the engines of a node lend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def lending_transports(config: Config, plans: Sequence[ModelPlan]) -> dict[str, 
 
 
 def describe_transports(config: Config, plans: Sequence[ModelPlan]) -> Iterator[tuple[str, str]]:
-    """Yield each kind of memory, and its transport with the reason, or that only a machine with GPUs can tell."""
+    """Yield each kind of memory with its transport and the reason for it.
+
+    Without a GPU here, say that only the machine with the GPUs can choose.
+    """
     pairs = _device_pairs(plans)
     topology = read_topology() if _use_gpus(pairs) else None
     if topology is not None and not topology.gpus:

@@ -1,7 +1,7 @@
 """The interface of storage: blocks as bytes under keys, beyond the life of a process.
 
-Calls block, and come from several threads of the tier at once. A key is 32 bytes, and names the bytes under it for
-good: every put of a key puts the same bytes. A deadline is a value of `time.monotonic()`.
+Calls block. Several threads of the tier make them at once. A key has 32 bytes, and every put of a key puts the same
+bytes. A deadline is a value of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ class StorageBackend(Protocol):
 
     All sequences of one call have the length of `keys`. Buffers are contiguous bytes ("B"), those of `get` writable and
     exactly as long as the block that was put. They belong to the call until it returns, and are never touched
-    afterwards. A call returns soon after its deadline, unless the medium itself is stuck (a dead network file system):
-    then it returns when the medium does, so a tier waits for a call by its own clock, and reuses `into` only once the
-    call is over.
+    afterwards.
+
+    A call returns soon after its deadline, unless the medium itself is stuck, such as a dead network file system. It
+    then returns only when the medium does. So a tier waits for a call by its own clock, and reuses `into` only once the
+    call has returned.
     """
 
     @property
@@ -71,7 +73,7 @@ class StorageBackend(Protocol):
         """Whether calls are refused for now, because the backend failed or was slow too often, or a call hangs."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Return which keys are there; False also for those of which that is not known."""
+        """Return for each key whether it is there: False, too, if that is not known."""
 
     def get(self, keys: Sequence[bytes], into: Sequence[memoryview], deadline_s: float) -> list[Status]:
         """Read blocks. Buffers of keys that are not OK have undefined contents."""
@@ -93,7 +95,7 @@ class StorageBackend(Protocol):
 
 
 class Medium(Protocol):
-    """Keeps objects under keys, unverified and unguarded; envelope and breaker stand between it and a tier.
+    """Keeps objects under keys. It verifies nothing: an envelope and a breaker stand between it and a tier.
 
     All sequences of one call have the length of `keys`. A call that fails as a whole raises `OSError`, or
     `TimeoutError` if time ran out; a failure of one key is its status. Called from several threads.

@@ -10,7 +10,7 @@ from swiftkv.storage.backend import Parts
 def batches(objects: Sequence[Parts], full_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield begin and end of runs, each of which ends with the object that brings it to `full_bytes`.
 
-    So blocks of `full_bytes` in all are one run despite their headers, without a run for the last block alone.
+    Blocks of `full_bytes` in all are therefore one run: their headers do not push the last block into a run of its own.
     """
     begin, num_bytes = 0, 0
     for i, parts in enumerate(objects):

@@ -19,7 +19,7 @@ WINDOW_CALLS = 50
 OPEN_S = 30.0
 _QUANTILE = 0.99
 _FAIR_S = 0.1
-"""The least time given to a call that says anything about the speed of a medium."""
+"""The shortest time limit of a call that counts for the speed of a medium."""
 HUNG_S = 1.0
 """The time beyond its deadline after which a call counts as hung."""
 
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class Breaker:
-    """Lets calls pass while closed, and none for `OPEN_S` once open; then one probe passes, and closes or reopens it.
+    """Lets calls pass while closed, and none for `OPEN_S` once open. Then one probe passes, and closes or reopens it.
 
-    It opens after `FAILURES_IN_A_ROW`, or if of the last `WINDOW_CALLS` calls the 99th percentile of (time taken ÷ time
-    given) is above 1, interpolated: one call that is a little late does not open it, two do. Results of calls that
-    began before it last opened or closed are ignored.
+    It opens after `FAILURES_IN_A_ROW`. It also opens if calls are late: if the 99th percentile of (time taken ÷ time
+    given) over the last `WINDOW_CALLS` calls, interpolated, is above 1. One call that is a little late does not open
+    it, two do. Results of calls that began before it last opened or closed are ignored.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,7 +121,7 @@ class Breaker:
 class GuardedMedium:
     """A medium behind a breaker, with at most `max_calls` calls at once. It raises nothing.
 
-    The wait for one of these places does not count against the medium; if calls that hang take all of them, that does.
+    Waiting until fewer calls run does not count against the medium, unless all running calls hang.
     """
 
     def __init__(self, medium: Medium, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,7 +141,7 @@ class GuardedMedium:
         return self.breaker.is_open or any(self._are_hung())
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Return which keys are there; False also for those of which that is not known."""
+        """Return for each key whether it is there: False, too, if that is not known."""
         with _Call(self, deadline_s) as call:
             if call.is_admitted:
                 return _one_each(keys, map(bool, self._medium.exists(keys, deadline_s)))
@@ -171,7 +171,7 @@ class GuardedMedium:
         return [call.refusal] * len(keys)
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Remove objects; if the medium fails, they stay, and will be found corrupt again."""
+        """Remove objects. If the medium fails, they stay, and will be found corrupt again."""
         with _Call(self, self.clock() + HUNG_S) as call:
             if call.is_admitted:
                 self._medium.drop(keys)
@@ -190,14 +190,14 @@ class GuardedMedium:
             self.breaker.trip()
 
     def close(self) -> None:
-        """Close the medium. If it raises, there is nothing left to do, and other media are still to be closed."""
+        """Close the medium. An error is only logged, so that other media are closed, too."""
         try:
             self._medium.close()
         except Exception as error:  # noqa: BLE001 (a medium may be a user's class)
             _log.warning("storage was not closed in order: %s", error, exc_info=error)
 
     def _are_hung(self) -> list[bool]:
-        """Return for each running call whether it hangs."""
+        """Return whether each running call hangs."""
         now_s = self.clock()
         return [now_s > end_s + HUNG_S for end_s in list(self.running.values())]
 
@@ -229,7 +229,7 @@ class _Call:
         return self._era is not None
 
     def note(self, statuses: list[Status]) -> list[Status]:
-        """Look for failures. The call is late only if all keys are: otherwise there were just too many for the time."""
+        """Note failures. The call counts as late only if all keys are late: otherwise there were too many keys."""
         self._has_failed = Status.FAILED in statuses
         self._is_late = all(status is Status.LATE for status in statuses)
         return statuses

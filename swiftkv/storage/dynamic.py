@@ -1,4 +1,4 @@
-"""Media that are classes of the user's, from modules that the options name."""
+"""Media that are users' own classes, from modules that the options name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def open_dynamic(options: DynamicOptions) -> Medium:
     medium_class = load_class(options.module_path, options.class_name)
     if lacking := [method for method in _METHODS if not callable(getattr(medium_class, method, None))]:
         raise ConfigError(
-            f"class_name: {options.class_name} has no method {lacking[0]}; write all those of "
+            f"class_name: {options.class_name} has no method {lacking[0]}; it needs every method of "
             "swiftkv.storage.backend.Medium"
         )
     try:

@@ -1,4 +1,4 @@
-"""A medium that is slow, delays, fails, flips, truncates or hangs at random, by a seed, to test a node."""
+"""A medium with random faults, by a seed, to test a node: it is slow, delays, fails, flips, truncates or hangs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FaultMedium:
         return self._inner.usage()
 
     def close(self) -> None:
-        """End calls that hang, without calling the inner medium for them, and close that."""
+        """End calls that hang, without calling the inner medium for them, and close the inner medium."""
         self._closed.set()
         self._inner.close()
 
@@ -86,9 +86,9 @@ class FaultMedium:
             raise TimeoutError("a call that the fault backend let hang")
 
     def _pass(self, objects: Sequence[Parts], deadline_s: float) -> tuple[int, float]:
-        """Return how many objects pass before the deadline at this bandwidth, and when the last of them has passed.
+        """Return how many objects can be transferred before the deadline, and when the last of them is.
 
-        Calls share the bandwidth: one begins where the one before it ends.
+        Calls share the bandwidth: the transfer of a call begins when that of the call before has ended.
         """
         if self._options.bandwidth is None:
             return len(objects), 0.0

@@ -15,7 +15,7 @@ _FORMAT = 1
 _MAX_NAMED = 500
 """The most keys that one query names."""
 _MAX_TOUCHED = 4096
-"""The most last uses that are kept in memory; a process that is killed forgets them."""
+"""The most times of last use that are kept in memory until they are written. A process that is killed loses them."""
 _OPENING_WAIT_S = 60.0
 _LOCK_WAIT_S = 1.0
 
@@ -41,19 +41,19 @@ class DamagedIndexError(OSError):
 
 
 class FileIndex:
-    """Keys, sizes and last uses in SQLite, whose write lock is also the lock of the directory.
+    """Keys, sizes and times of last use in SQLite, whose write lock is also the lock of the directory.
 
-    Objects are renamed and removed only inside `changing`, so table and directory differ only if a process was killed
-    in there, until the next process opens the directory. Last uses are written with the next change.
+    Objects are renamed and removed only inside `changing`. So table and directory differ only if a process was killed
+    within it, and only until the next process opens the directory. Times of last use are written with the next change.
 
-    Look-ups have a connection of their own, and wait for no change: a change that reaches the disk may take a second,
-    because a file system writes the new objects of others along with it.
+    Look-ups have a connection of their own, and do not wait for changes. A change that reaches the disk may take a
+    second, because the file system writes new objects of other processes along with it.
 
     All methods raise `OSError` if SQLite fails, `TimeoutError` if another process keeps the lock.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the table or make it. Raises `DamagedIndexError`."""
+        """Open the table, or make it. Raises `DamagedIndexError` if it cannot be used."""
         self._write_lock, self._read_lock, self._touch_lock = (threading.Lock() for _ in range(3))
         self._touched: dict[bytes, None] = {}  # under `_touch_lock`; the latest used is last
         with _translated():
@@ -79,7 +79,7 @@ class FileIndex:
 
     @contextmanager
     def changing(self) -> Iterator[Changes]:
-        """Hold the lock of the directory against all processes; commit at the end, or nothing after an error."""
+        """Hold the lock of the directory against all processes. Commit at the end; after an error, change nothing."""
         with self._write_lock, _translated(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             with self._touch_lock:
@@ -91,7 +91,7 @@ class FileIndex:
             yield changes
 
     def begin_use(self) -> None:
-        """Wait for the lock no longer than `_LOCK_WAIT_S` from now on: calls have deadlines, opening has none."""
+        """Limit waits for the lock to `_LOCK_WAIT_S` from now on: calls have deadlines, unlike the opening."""
         with self._write_lock, self._read_lock, _translated():
             for connection in (self._db, self._reader):
                 connection.execute(f"PRAGMA busy_timeout = {round(1000 * _LOCK_WAIT_S)}")
@@ -113,7 +113,7 @@ class FileIndex:
             return Changes(self._reader).total()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that objects were used now."""
+        """Note that objects are used now."""
         with self._touch_lock:
             for key in keys:
                 self._touched.pop(key, None)
@@ -156,7 +156,7 @@ class Changes:
     def fill(self, objects: Iterable[tuple[bytes, int, int]]) -> None:
         """Enter objects, as `add` takes them, into an empty table.
 
-        Counting and ordering them once at the end takes a third of the time that doing so with every row takes.
+        They are counted and ordered once at the end, which takes a third of the time.
         """
         self._db.execute("DROP TRIGGER added")
         self._db.execute("DROP INDEX by_use")
@@ -170,7 +170,7 @@ class Changes:
         self._db.executemany("DELETE FROM objects WHERE key = ?", ((key,) for key in keys))
 
     def now_ns(self) -> int:
-        """Return the time of a use now: later than all in the table, even if the clock has been set back."""
+        """Return the time for a use now: later than all times in the table, even if the clock has been set back."""
         (latest_ns,) = self._db.execute("SELECT max(used_ns) FROM objects").fetchone()
         return max(time.time_ns(), (latest_ns or 0) + 1)
 

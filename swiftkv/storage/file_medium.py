@@ -32,8 +32,8 @@ _VICTIMS = 64
 class FileMedium:
     """Objects in `objects/XX/KEY`, written in `new/` and renamed; the index lists them.
 
-    A kill or a power cut leaves whole objects, leftovers in `new/` that the next process removes, or, after a power
-    cut without fsync, objects whose bytes the envelope finds to be wrong.
+    After a kill or a power cut, all objects are whole. The next process removes leftovers in `new/`. After a power cut
+    without fsync, objects may have wrong bytes, which the envelope notices.
     """
 
     def __init__(self, options: FileOptions) -> None:
@@ -68,7 +68,7 @@ class FileMedium:
         return [key in known for key in keys]
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
-        """Read objects one after the other, while the kernel fetches the next few."""
+        """Read objects one by one, while the kernel fetches the next few."""
         statuses: list[Status] = []
         with contextlib.closing(self._open_ahead(keys)) as opened:
             for parts, (fd, status) in zip(into, opened, strict=True):
@@ -148,7 +148,7 @@ class FileMedium:
                     changes.remove(key for key in missing if not os.path.exists(self._path(key)))
 
     def _note_uses(self, keys: Iterable[bytes]) -> None:
-        """Note uses. A full disk may prevent that, which does no harm to a block that was read."""
+        """Note uses. If a full disk prevents it, nothing else fails: the blocks were read all the same."""
         with contextlib.suppress(OSError):
             self._index.touch(keys)
 
@@ -204,7 +204,7 @@ class FileMedium:
                     named.append(key)
                 changes.add((key, num_bytes, now_ns) for key, _, num_bytes in objects)
         except OSError:
-            for key in named:  # the index does not have them; any others of these names are those of another process
+            for key in named:  # the index lacks them; objects that were not renamed here belong to other processes
                 with contextlib.suppress(OSError):
                     os.unlink(self._path(key))
             raise
@@ -302,7 +302,7 @@ def _told_as_mistakes(directory: Path) -> Iterator[None]:
 
 
 def _make_directory(directory: Path) -> None:
-    """Make the directory if need be. Raises `ConfigError` if it is not ours alone, or has files of others."""
+    """Make the directory if need be. Raises `ConfigError` if other users can use it, or if it has foreign files."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = directory.stat()
     if status.st_uid != os.getuid():
@@ -338,14 +338,14 @@ def _open_index(path: Path, is_alone: bool) -> FileIndex:
 
 
 def _read_object(fd: int, parts: Parts) -> Status:
-    """Read an object with what fills its last page; one byte more would show a file that is too long."""
+    """Read an object and the padding of its last page, and one byte more, to notice a file that is too long."""
     num_bytes = sum(map(len, parts))
     file_bytes = disk_bytes(num_bytes)
     try:
         num_read = os.preadv(fd, [*parts, bytearray(file_bytes - num_bytes + 1)], 0)
     except OSError:
         return Status.FAILED
-    return Status.OK if num_read in (file_bytes, num_bytes) else Status.CORRUPT  # older files end there
+    return Status.OK if num_read in (file_bytes, num_bytes) else Status.CORRUPT  # older files have no padding
 
 
 def _disk_bytes(parts: Parts) -> int:

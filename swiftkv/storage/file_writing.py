@@ -1,4 +1,4 @@
-"""Files that are being written: new ones, or those of evicted objects, whose disk blocks and pages exist already."""
+"""Files that are being written: new ones, or files of evicted objects, whose disk blocks and pages are reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAGE_BYTES = 4096
 
 
 def disk_bytes(num_bytes: int) -> int:
-    """Return the size of a file that holds `num_bytes`: whole pages, which are overwritten without being read."""
+    """Return the size of a file that holds `num_bytes`: whole pages, which can be overwritten without being read."""
     return ceil_div(num_bytes, _PAGE_BYTES) * _PAGE_BYTES
 
 
@@ -45,7 +45,7 @@ class UnpublishedFiles:
         for left in parent.iterdir():
             remove_if_unlocked(left)
         self.is_alone = not any(parent.iterdir())
-        """Whether no other process used the cache when this was made."""
+        """Whether no other process used the cache when this object was made."""
         self._directory = parent / secrets.token_hex(8)
         self._directory.mkdir(mode=0o700)
         self._lock = hold_lock(self._directory)
@@ -76,7 +76,7 @@ class UnpublishedFiles:
         return path
 
     def take_over(self, path: str, num_bytes: int) -> None:
-        """Take the file of an evicted object away, to overwrite it. Raises `FileNotFoundError`."""
+        """Move the file of an evicted object here, to overwrite it. Raises `FileNotFoundError`."""
         spare = self._new_path()
         os.rename(path, spare)
         with self._changing_spares:
@@ -105,7 +105,7 @@ class UnpublishedFiles:
         os.close(self._lock)
 
     def _open(self, num_bytes: int) -> tuple[str, int]:
-        """Open a spare file of this size; if there is none, make a file, and remove another spare if there is any."""
+        """Open a spare file of this size. If there is none, make a new file in place of another spare, if any."""
         with self._changing_spares:
             index = next((i for i, (_, spare_bytes) in enumerate(self._spares) if spare_bytes == num_bytes), 0)
             spare = self._take_spare(index) if self._spares else None
@@ -130,7 +130,8 @@ class UnpublishedFiles:
 def _open_unused(path: str) -> int | None:
     """Open a file for writing, or return `None` if it is still being read or is linked elsewhere.
 
-    The kernel grants a lease only on a file that is not open elsewhere, and its old name no longer leads to it.
+    The kernel grants a write lease only on a file that is not open elsewhere. Nobody can open it afterwards, because it
+    no longer has its old name.
     """
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
     try:

@@ -65,8 +65,8 @@ class HostMedium:
     def fill_ahead(self) -> threading.Thread:
         """Have the kernel back all of the memory, in a thread that ends with this object.
 
-        Objects are copied to memory that exists three times as fast as to memory that does not. Each engine does so,
-        and not the node once: the kernel counts memory where it is mapped, and kills whose memory is too large.
+        Copies to memory that is backed already are three times as fast. Each engine does this for itself. If the node
+        did it for all, the kernel would count the memory as the node's, and might kill the node for using too much.
         """
         return fill_ahead(self, self._mapping)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
 
 _BATCH_BYTES = 8 << 20
-"""The size at which a transfer is full: a call checks its deadline between two, and no lease ends during one."""
+"""The size at which a transfer is full. A call checks its deadline between transfers. No lease ends during one."""
 _DIRECT_BYTES = 128 << 10
 """Smaller blocks are copied together with their headers: two transfers would take longer."""
 _MAX_NAMED = 1024
@@ -50,8 +50,8 @@ class MooncakeMedium:
     """Each object, a header followed by its block, is one object of Mooncake's.
 
     Large blocks go straight between the store and registered memory; all else is copied through a slab. The store
-    leases objects that are looked up or read, so an object that was found stays for some seconds. A corrupt one is
-    removed in spite of its lease: other readers notice by the checksum.
+    leases objects that are looked up or read, so an object that was found stays for some seconds. A corrupt object is
+    removed in spite of its lease; its other readers notice by the checksum.
     """
 
     def __init__(self, options: MooncakeOptions) -> None:
@@ -153,7 +153,7 @@ class MooncakeMedium:
         slab = self._slabs.get()
         try:
             if self._has_lost_master:
-                _reach_master(self._options)  # the client would take seconds to find out that it is not back
+                _reach_master(self._options)  # fails at once, where the client would take seconds
             yield slab
         finally:
             self._slabs.put(slab)
@@ -164,7 +164,7 @@ class MooncakeMedium:
 
     @contextlib.contextmanager
     def _alone(self, names: Sequence[str], deadline_s: float) -> Iterator[bool]:
-        """Wait until no other call writes these names: of an object being written, the store says that it exists.
+        """Wait until no other call writes these names, because the store reports an object as soon as writing begins.
 
         Yields False if the deadline came first.
         """
@@ -206,7 +206,7 @@ class MooncakeMedium:
         return statuses
 
     def _status_of_read(self, name: str, num_bytes: int, result: int) -> Status:
-        """Return the status of a read; CORRUPT for an object of another length, which the store does not tell apart."""
+        """Return the status of a read: CORRUPT for an object of another length, which the store does not report."""
         if result in (_INVALID_PARAMS, _TRANSFER_FAIL):
             found_bytes = self._store.get_size(name)
             return Status.CORRUPT if found_bytes >= 0 and found_bytes != num_bytes else Status.FAILED

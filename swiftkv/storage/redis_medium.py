@@ -105,7 +105,10 @@ class RedisMedium:
         return self._prefix + key
 
     def _renewed(self, named: Sequence[bytes]) -> Sequence[bool]:
-        """Renew the time to live of the names that are there, and return which are. Mostly one command finds none."""
+        """Renew the time to live of the names that are there, and return which are.
+
+        Usually none is, and a single command finds that.
+        """
         [num_known] = self._send([("EXISTS", *named)])
         if num_known == 0:
             return [False] * len(named)
@@ -122,7 +125,7 @@ class RedisMedium:
 
 
 class _Packer:
-    """Writes commands as Redis reads them. A value may be given in parts, which are sent from where they lie."""
+    """Writes commands in Redis's protocol. A value may be given in parts, which are sent without being joined."""
 
     def pack(self, *command: Any) -> list[bytes | memoryview]:
         name, *arguments = command
@@ -186,7 +189,7 @@ def _check_server(server: dict[str, Any], memory: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _passwords_as_mistakes(options: RedisOptions) -> Iterator[None]:
-    """Raise `ConfigError` if the server wants a password, or another one."""
+    """Raise `ConfigError` if the server wants a password, or refuses the one that it got."""
     from redis.exceptions import AuthenticationError
 
     try:

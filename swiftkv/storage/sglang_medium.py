@@ -159,9 +159,9 @@ class SglangMedium:
 
 
 def _make_backend(options: SglangOptions) -> HiCacheStorage:
-    """Make the backend as SGLang makes a dynamic one: with its configuration, and the argument called kwargs there.
+    """Make the backend as SGLang makes dynamic ones: with its configuration, and with the options as `kwargs`.
 
-    SGLang's own classes have another second argument, always with a default, which they keep.
+    SGLang's own classes have another second argument, which always has a default. It is left out.
     """
     backend_class = load_class(options.module_path, options.class_name)
     arguments: list[object] = [StorageConfig(options.model_name, dict(options.extra_config))]

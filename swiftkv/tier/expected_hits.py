@@ -15,9 +15,10 @@ class ExpectedHits:
     tiers: dict[int, str] = field(default_factory=dict)  # by index in the prompt
 
     def tiers_of_hits(self, first: int, end: int) -> dict[int, str]:
-        """Return the tiers of the blocks `first` to `end` that a request could not use before, by index.
+        """Return the tiers of the blocks `first` to `end` that a request could not use before its load, by index.
 
-        A block that was read in no group was in the pool, or came meanwhile: it counts for the tier of its neighbours.
+        A block that the load did not read was in the pool, or has come there meanwhile. It counts for the tier of the
+        block before it, or of the first block that was read.
         """
         hits: dict[int, str] = {}
         tier = next(iter(self.tiers.values()), None)

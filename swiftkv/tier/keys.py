@@ -1,4 +1,4 @@
-"""The names of blocks in storage: an engine finds another's block only if its own would have the same bytes."""
+"""The names of blocks in storage. An engine finds another's block only if its own block would have the same bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftkv._core import blake3
 from swiftkv.cache.geometry import KVGroup
 
 KV_VERSION = 2
-"""Counts changes of kernels and models that change a byte of a block: its order, or how keys and values are rounded."""
+"""The version of a block's bytes: to be raised when kernels or models change their order or their rounding."""
 
 BLOCK_KEY_BYTES = 32
 
@@ -20,7 +20,7 @@ class ObjectKeys:
     """Names blocks by weights, data type, layout, KV group and rank, beside the tokens and the salt."""
 
     def __init__(self, groups: Sequence[KVGroup], weights: str, rounding: str, num_ranks: int = 1) -> None:
-        """`weights` is their fingerprint; `rounding` names how the kernels round that write KV.
+        """`weights` is the fingerprint of the weights, `rounding` names how the kernels that write KV round.
 
         `groups` are those of one rank.
         """

@@ -24,12 +24,12 @@ _BLOCKS_PER_GET = 64
 _GET_BYTES = 8 << 20
 _MAX_GROWTH = 8
 _SHORT_S = 0.005
-"""A call that takes less is followed by one of twice its size, because each interrupts the engine once."""
+"""A call that takes less time is followed by one of twice its size, because every call interrupts the engine once."""
 
 
 @dataclass(eq=False, slots=True)
 class Search:
-    """The question which of a prompt's blocks storage has: `cells` are indices of the bitmap [keys * groups]."""
+    """A search for a prompt's blocks in storage. `cells` are the indices in [keys * groups] of the wanted blocks."""
 
     request_id: int
     block_keys: bytes
@@ -43,7 +43,7 @@ class Search:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Target:
-    """One block that is read, and where its bytes go."""
+    """One block to read, and where its bytes go."""
 
     name: BlockName
     index: int  # the block's number in its prompt
@@ -53,12 +53,12 @@ class Target:
 
 @dataclass(eq=False, slots=True)
 class Load:
-    """Blocks that are read in order, a few at a time; after one that is missing nothing is read."""
+    """Blocks to read in order, a few at a time. Reading stops at the first block that is missing."""
 
     request_id: int
     targets: Sequence[Target]
     deadline_s: float  # monotonic
-    handed_out: Fence  # steps that may still use what these blocks held before
+    handed_out: Fence  # the end of the steps that may still use the previous contents of these blocks
     is_cancelled: bool = False
     num_begun: int = 0  # targets that were passed to storage, or are no longer wanted
     growth: int = 1  # the size of its next call, as a multiple of the first
@@ -116,9 +116,9 @@ class Loader:
             self._thread.changed.notify()
 
     def withdraw(self, job: Search | Load) -> Sequence[Target]:
-        """Give up a job, and return the targets of a load that were not passed to storage.
+        """Give up a job. Return the targets of a load that were not passed to storage.
 
-        `take_done` returns the others only.
+        `take_done` returns only the other targets.
         """
         with self._thread.changed:
             job.is_cancelled = True
@@ -193,7 +193,7 @@ class Loader:
             statuses += read
             read_s = time.monotonic()
             load.handed_out.wait()
-            waited_s = time.monotonic() - read_s  # says nothing about storage
+            waited_s = time.monotonic() - read_s  # spent waiting for steps, not for storage
             self._reach.land(spans[: _num_read(read)])
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
         took_s = time.monotonic() - began_s - waited_s

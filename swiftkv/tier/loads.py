@@ -23,7 +23,7 @@ from swiftkv.tier.reach import Reach, Span
 from swiftkv.tier.stored_blocks import BlockName
 
 _LONGEST_WAIT_S = 60.0
-"""The time after which even `wait_complete` computes."""
+"""The longest wait for storage, even with `wait_complete`. After it, the prompt is computed."""
 
 _TRIES_IN_VAIN = 2
 
@@ -44,7 +44,7 @@ class _Stretch:
 
     @property
     def is_back(self) -> bool:
-        """Whether the request computes the blocks before it meanwhile; otherwise it waits."""
+        """Whether the request computes the blocks before the stretch meanwhile. Otherwise it waits for the load."""
         return self.begin > 0
 
 
@@ -103,7 +103,7 @@ class Loads:
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, ExpectedHits] = {}  # by request
-        self._turn = 0  # of those for whose loads there is no room
+        self._turn = 0  # rotates the requests whose loads find no room: see `_try_again`
         self._reading_bytes = 0  # all bytes of loads that have not ended
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than storage had
         self.failures: Counter[Status] = Counter()
@@ -130,7 +130,7 @@ class Loads:
         return min(self._loader.hung_from_s, *(wait.deadline_s for wait in self._waits.values()))
 
     def consider(self, request_id: int) -> None:
-        """Hold a request that has just come if storage may have more of its prompt than the pool."""
+        """Hold a request that has just arrived if storage may have more of its prompt than the pool."""
         if self._loader.is_hung:
             return
         now_s = time.monotonic()
@@ -147,7 +147,7 @@ class Loads:
         self._loader.submit(search)
 
     def apply(self) -> None:
-        """Take over results of searches and reads, and let requests go whose time is over."""
+        """Handle the results of searches and reads, and let go of requests whose deadlines have passed."""
         for done in self._loader.take_done():
             if isinstance(done, Search):
                 self._found(done)
@@ -155,7 +155,7 @@ class Loads:
                 self._read(done)
         now_s = time.monotonic()
         is_hung = self._loader.is_hung
-        is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._is_nobody_before()
+        is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._only_held_requests_wait()
         for wait in list(self._waits.values()):
             if now_s >= wait.deadline_s or is_hung or (is_alone and not wait.computes_front):
                 self.num_late += wait.load is not None
@@ -169,8 +169,8 @@ class Loads:
     def _try_again(self) -> None:
         """Begin loads for which there was no room.
 
-        Each try looks at a whole prompt, and thousands may wait. So a round makes two in vain at most: that of the
-        request that has waited longest, and that of another one in turn.
+        Each try looks at a whole prompt, and thousands of requests may wait. So a round stops after two tries without
+        success: the request that has waited longest is tried first, and then the others in rotation.
         """
         blocked = [wait for wait in self._waits.values() if wait.stretch is not None and wait.load is None]
         others = deque(blocked[1:])
@@ -191,7 +191,7 @@ class Loads:
             self._give_up(wait)
 
     def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
-        """Note with how many cached tokens a request began.
+        """Note that a request began with `cached_tokens` tokens from the cache.
 
         Return the tiers of the blocks that were loaded for it, by index in the prompt.
         """
@@ -226,14 +226,17 @@ class Loads:
             return _LONGEST_WAIT_S
         return spec.prefetch_timeout_base_s + spec.prefetch_timeout_per_ki_token_s * num_tokens / 1024
 
-    def _is_nobody_before(self) -> bool:
-        """Return whether a held request is the next to run, because the engine has no other to serve first."""
+    def _only_held_requests_wait(self) -> bool:
+        """Return whether a held request could run at once: a slot is free, and no other request waits."""
         stats = self._scheduler.stats()
         num_held = sum(not wait.computes_front for wait in self._waits.values())
         return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
 
     def _is_passed(self, wait: _Wait) -> bool:
-        """Return whether a request has computed all blocks of its back that are still to be read, last one first."""
+        """Return whether a request has computed all blocks of its back that are still to be read.
+
+        They are read from the last to the first, so the first of `unread` is the last in the prompt.
+        """
         return next(iter(wait.unread)).index < self._scheduler.num_planned_blocks(wait.request_id)
 
     def _found(self, search: Search) -> None:
@@ -245,10 +248,10 @@ class Loads:
         self._begin(wait)
 
     def _begin(self, wait: _Wait) -> None:
-        """Load the blocks that storage has of a prompt if that is worth it and there is room, or let its request go.
+        """Load the blocks that storage has of a prompt if there is room; let its request go if that is not worth it.
 
-        Tails of windows are read first, because without them the rest is of no use; then blocks from the first on. If
-        the front is computed meanwhile, all blocks are read from the last on, tails together with their neighbours.
+        Tails of windows are read first, because without them the rest is of no use, then blocks from the first to the
+        last. If the front is computed meanwhile, all blocks are read from the last to the first.
         """
         assert wait.is_stored is not None
         if wait.stretch is None:
@@ -308,9 +311,10 @@ class Loads:
     def _first_of_back(self, wait: _Wait, length: int) -> int | None:
         """Return the first block to load if the blocks before it should be computed at the same time.
 
-        `None` if it is as good to load or to compute all blocks, or if other requests wait: a load does not delay them.
+        `None` if loading or computing all blocks is as good. `None`, too, if other requests wait: computing would delay
+        them, and a load does not.
         """
-        if not self._scheduler.can_meet or len(self._waits) > 1 or not self._is_nobody_before():
+        if not self._scheduler.can_meet or len(self._waits) > 1 or not self._only_held_requests_wait():
             return None
         num_blocks = length - wait.num_usable
         num_computed = self._planner.num_to_compute(
@@ -326,9 +330,9 @@ class Loads:
         )
 
     def _compute_s(self, wait: _Wait, begin: int, end: int) -> float | None:
-        """Return the seconds to compute blocks of a request, counted from the first that it could not use on arrival.
+        """Return the seconds to compute blocks `begin` to `end`, counted from the first that was not usable on arrival.
 
-        `None` if that is not known yet.
+        `None` if step times are not known yet.
         """
         return self._scheduler.prefill_s(
             (wait.num_usable + begin) * self._block_size, (wait.num_usable + end) * self._block_size
@@ -376,7 +380,7 @@ class Loads:
             self._reading_bytes -= _num_bytes(targets)
 
     def _give_up(self, wait: _Wait) -> None:
-        """Wait no longer. Blocks that storage may be reading stay taken until the read ends."""
+        """Stop waiting for storage. Blocks that it may be reading into stay taken until the read ends."""
         not_begun = self._loader.withdraw(wait.asked)
         if wait.unread:
             self._scheduler.forget_loading(*_arrays(list(wait.unread)))

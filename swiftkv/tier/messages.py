@@ -19,8 +19,8 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tiers below the pool of one engine: host memory, storage, or both."""
 
     backend: dict[str, Any] | None  # the options of storage, as `storage_options.parse_storage` takes them
-    directory: str  # where relative paths in them start
-    host_fd: int | None = None  # host memory, which the process inherits; for `storage.host_medium.HostMedium`
+    directory: str  # the directory to which paths in these options are relative
+    host_fd: int | None = None  # the descriptor of host memory, inherited; see `storage.host_medium.HostMedium`
     write_policy: WritePolicy = "write_through"
     prefetch_policy: PrefetchPolicy = "timeout"
     prefetch_threshold: int = 256  # the fewest tokens to load; fewer are computed
@@ -62,7 +62,7 @@ class TierStats(msgspec.Struct, array_like=True, frozen=True):
     is_degraded: bool = False  # one of them is
     hit_tokens_total: int = 0  # prompt tokens whose KV came from there, and was used
     loads_total: int = 0  # prompts for which something was read
-    loads_late_total: int = 0  # loads that were not waited for to the end
+    loads_late_total: int = 0  # loads that were given up before their end
     loads_declined_total: int = 0  # prompts that storage had, where computing was expected to be as fast
     loaded_blocks_total: int = 0
     loaded_bytes_total: int = 0

@@ -1,4 +1,4 @@
-"""The measured speed of storage, and the decision which blocks are worth loading."""
+"""The measured speed of storage, and the choice of the blocks that are worth loading."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from swiftkv.arithmetic import ceil_div
 _DECAY = 0.8  # the weight of earlier measurements with each new one
 _TRIAL_INTERVAL_S = 30.0
 _WORTH = 0.8
-"""Loading and computing at once must be expected to take at most this part of the time of the faster of the two."""
+"""The most time that loading and computing at once may take to be worth it, as a part of the faster one's alone."""
 _DIVISION_COST = 0.07
-"""The most extra time, as a part of its own, that a front may take because it is computed in two parts."""
+"""The most extra time that computing a front in two parts may take, as a part of the time in one part."""
 
 
 def num_not_loaded(num_to_compute: int, compute_s: Callable[[int, int], float]) -> int:
-    """Return how many of the blocks that are expected to be computed, from the first, should not be loaded either.
+    """Return how many of the blocks that a request is expected to compute, from the first on, are not loaded, too.
 
-    This is half of them: once they are computed, the speeds of computing and of loading are known, and the request can
-    divide the other half by them. It is all of them if computing in two parts would cost too much.
+    It is half of them. The other half is left to both, which approach it from opposite ends: the real speeds decide
+    where they meet. It is all of them if computing in two parts would cost too much.
 
     Args:
         num_to_compute: The blocks that are expected to be computed while the rest is loaded.
-        compute_s: Returns the seconds to compute the blocks from one number to another.
+        compute_s: Returns the seconds to compute the blocks from one index to another.
     """
     half = ceil_div(num_to_compute, 2)
     whole_s = compute_s(0, num_to_compute)
@@ -33,7 +33,7 @@ def num_not_loaded(num_to_compute: int, compute_s: Callable[[int, int], float]) 
 
 
 class Rate:
-    """An amount per second, from measurements of which older ones count less."""
+    """An amount per second. Older measurements count less."""
 
     def __init__(self) -> None:
         self._amount = 0.0
@@ -53,8 +53,8 @@ class Rate:
 class LoadPlanner:
     """Decides whether to load a prefix or to compute it, whichever is expected to end sooner.
 
-    Storage that has not been measured yet is tried. Storage that was too slow is tried again now and then, to notice
-    when it has become faster.
+    Storage that has not been measured yet is used. Storage that was too slow is tried now and then, in case it has
+    become faster.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LoadPlanner:
         self._measured_s: float | None = None  # when something was read
 
     def note_read(self, num_bytes: int, seconds: float, now_s: float) -> None:
-        """Note that storage read `num_bytes` in `seconds`; 0 bytes if the first had not come by its deadline."""
+        """Note that storage read `num_bytes` in `seconds`: 0 bytes if not even the first block came in time."""
         self._read.add(num_bytes, seconds)
         self._measured_s = now_s
 
@@ -81,16 +81,16 @@ class LoadPlanner:
         queued_bytes: int,
         compute_s: Callable[[int], float | None],
     ) -> int | None:
-        """Return how many of the blocks that are missing should be computed, from the first, while the rest is loaded.
+        """Return how many of the missing blocks, from the first on, should be computed while the rest is loaded.
 
         Args:
-            num_blocks: The blocks that are missing.
-            load_bytes: Returns the bytes to load if a number of the blocks, from the first, are computed.
-            queued_bytes: The bytes that are loaded for others before.
-            compute_s: Returns the seconds to compute a number of the blocks, from the first.
+            num_blocks: The number of missing blocks.
+            load_bytes: Returns the bytes to load if the first so many blocks are computed.
+            queued_bytes: The bytes that are loaded for other requests before.
+            compute_s: Returns the seconds to compute the first so many blocks.
 
         Returns:
-            `None` if loading or computing all of them is about as fast, or one of the two was not measured.
+            `None` if loading all of them or computing all of them is about as fast, or if a speed is not known yet.
         """
 
         def load_s(num_computed: int) -> float | None:
@@ -109,7 +109,7 @@ class LoadPlanner:
         return num_computed if is_worth_it else None
 
     def begins_trial(self, now_s: float) -> bool:
-        """Return whether nothing has been read for so long that one load should measure storage again."""
+        """Return whether one load should now measure storage again, because nothing has been read for long."""
         if self._measured_s is not None and now_s - self._measured_s < _TRIAL_INTERVAL_S:
             return False
         self._measured_s = now_s

@@ -1,7 +1,7 @@
-"""The way between storage, whose calls take host memory, and the pools of an engine.
+"""Moves blocks between the pools of an engine and the host memory that storage reads and writes.
 
-A pool in host memory is read and written in place. A pool on a device is reached through page-locked memory: a block is
-one contiguous run of bytes, so one transfer of a copy engine moves it.
+A pool in host memory is read and written in place. Blocks of a pool on a device are copied through page-locked memory:
+a block is one contiguous run of bytes, so a copy engine moves it in one transfer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swiftkv.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The place of one block: the same bytes of the pool of each rank."""
+    """The place of one block: the same range of bytes in the pool of every rank."""
 
     offset_bytes: int
     part_bytes: int  # of each rank
@@ -41,7 +41,7 @@ class Span:
 
 
 class Reach(Protocol):
-    """The pools of all ranks as the threads of a tier reach them. One thread reads, and one writes."""
+    """The pools of all ranks, as the threads of a tier use them. One thread reads storage, and one writes to it."""
 
     @property
     def pools(self) -> Sequence[Tensor]:
@@ -52,10 +52,10 @@ class Reach(Protocol):
         """The most bytes that `landing` has room for at once; a block always finds room."""
 
     def begin_thread(self) -> None:
-        """Prepare the calling thread; call it first in a thread that is to use this or wait for a `fence`."""
+        """Prepare the calling thread. Call it first in each thread that uses this object or waits for its `fence`."""
 
     def fence(self) -> Fence:
-        """Return a fence for all that steps have launched so far, which may use blocks that are free by now.
+        """Return a fence for everything that steps have launched so far: it may still use blocks that are free by now.
 
         Call it in the engine's thread.
         """
@@ -72,11 +72,11 @@ class Reach(Protocol):
     def land(self, spans: Sequence[Span]) -> None:
         """Put the first blocks of the last `landing` in their places; return when they are there.
 
-        Steps that still use what was there before must have ended.
+        The steps that use the previous contents of these places must have ended.
         """
 
     def take(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy blocks that were computed, source after source to its target in a `buffer`; return when that is done."""
+        """Copy computed blocks to a `buffer`. `copies` are (target, source). Return when all are copied."""
 
 
 class HostReach:
@@ -112,14 +112,14 @@ class HostReach:
 
     def take(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         for target, source in copies:
-            target.numpy()[:] = source.numpy()  # in this thread alone: torch would take threads from the steps
+            target.numpy()[:] = source.numpy()  # numpy copies in this thread; torch would use the steps' threads
 
 
 Direction = Literal["up", "down"]
 
 
 class CopyLane:
-    """Copies that run in order, and beside the steps: on a stream of their own. Without a GPU they run at once."""
+    """Copies that run in order beside the steps, on a CUDA stream of their own. Without a GPU they run at once."""
 
     def __init__(self, device: torch.device, direction: Direction) -> None:
         self._device = device
@@ -128,7 +128,7 @@ class CopyLane:
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Fence:
         """Copy each source to its target, and return a fence that marks the end; the host does not wait."""
         with ExitStack() as context:
-            # A thread begins outside of it, and only in it can a pool that was allocated in it be written.
+            # The mode is per thread, and a pool that was allocated in inference mode can be written only in it.
             context.enter_context(torch.inference_mode())
             if self._stream is not None:
                 context.enter_context(torch.cuda.device(self._device))  # a new thread begins with the first GPU
@@ -140,10 +140,10 @@ class CopyLane:
 
 @cache
 def _copy_stream(device: torch.device, direction: Direction) -> torch.cuda.Stream:
-    """Return the stream for copies in one direction, for as long as the process lives.
+    """Return the CUDA stream for copies in one direction: the same one each time.
 
-    Torch hands out its few streams again and again: with a new one for each storage that is attached, copies would in
-    the end share a stream with steps, or with the capture of CUDA graphs.
+    Torch has only a few streams, and hands them out again and again. If every attached storage took a new one, copies
+    would in time share a stream with steps, or with the capture of CUDA graphs.
     """
     return torch.cuda.Stream(device)
 
@@ -151,10 +151,12 @@ def _copy_stream(device: torch.device, direction: Direction) -> torch.cuda.Strea
 class DeviceReach:
     """The `Reach` of pools on a device: blocks pass through page-locked memory.
 
-    The host waits for each copy, so nothing need be ordered on the device. A block that was computed is at rest,
-    because the host has seen the end of its step. While the engine's thread waits for its copy, the device computes the
-    step that was launched ahead. A block that is loaded counts as loading until the loader's thread has seen its copy
-    end, and steps that use it are launched after that.
+    The host waits for each copy, so copies and steps need no order on the device:
+
+    - A block that goes down does not change any more, because the host has seen the end of its step. While the engine's
+      thread waits for the copy, the device computes the step that was launched ahead.
+    - A block that comes up counts as loading until the loader's thread has seen the end of its copy. Steps that use the
+      block are launched after that.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class DeviceReach:
         max_block_bytes: int,
         open_lane: Callable[[torch.device, Direction], CopyLane] = CopyLane,
     ) -> None:
-        """`max_block_bytes`: of the largest block, of one rank. Raises `ConfigError` if no memory can be locked.
+        """`max_block_bytes`: one rank's part of the largest block. Raises `ConfigError` if no memory can be locked.
 
         Each direction has a lane of its own, because a GPU has a copy engine for each.
         """
@@ -217,7 +219,7 @@ class DeviceReach:
 
 
 def reach_of(pools: Sequence[Tensor], max_block_bytes: int) -> Reach:
-    """Return the way to the pools of all ranks, which are all in host memory, or all on devices."""
+    """Return the `Reach` of the pools of all ranks, which are all in host memory or all on devices."""
     if pools[0].device.type == "cpu":
         return HostReach(pools)
     return DeviceReach(pools, max_block_bytes)

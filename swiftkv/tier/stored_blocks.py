@@ -26,7 +26,7 @@ RankParts = Sequence[memoryview]
 
 
 class StoredBlocks:
-    """Searches, reads and writes whole blocks; a block of which a part is missing is of no use to any rank.
+    """Searches, reads and writes whole blocks: without one of its parts, a block is of no use to any rank.
 
     One process does this for all ranks, so they need not agree on what storage has.
     """
@@ -37,7 +37,7 @@ class StoredBlocks:
         self._depths = {level.tier: depth for depth, level in enumerate(levels.levels)}
 
     def exists(self, names: Sequence[BlockName], deadline_s: float) -> list[bool]:
-        """Return which blocks are there with all of their parts."""
+        """Return for each block whether all of its parts are there."""
         found = self._levels.exists(self._objects(names), deadline_s)
         return [all(parts) for parts in self._by_block(found)]
 
@@ -46,7 +46,8 @@ class StoredBlocks:
     ) -> tuple[list[Status], list[str]]:
         """Read blocks.
 
-        Returns the status of each, that of the first part that was not read, and its tier, the lowest of its parts'.
+        Returns for each block its status, which is OK or that of the first part that was not read, and its tier, which
+        is the lowest of its parts' tiers.
         """
         statuses, tiers = self._levels.get(self._objects(names), [part for parts in into for part in parts], deadline_s)
         lowest = [max(parts, key=lambda tier: self._depths.get(tier, -1)) for parts in self._by_block(tiers)]

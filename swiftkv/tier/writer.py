@@ -32,7 +32,7 @@ class _Copy:
 def queue_memory(reach: Reach, queue_bytes: int, max_block_bytes: int) -> Tensor:
     """Return memory for a queue of blocks of all ranks, uint8 [rows, ranks, max_block_bytes].
 
-    `max_block_bytes`: of the largest block, of one rank. Raises `ConfigError` if it cannot be had.
+    `max_block_bytes`: one rank's part of the largest block. Raises `ConfigError` if there is no such memory.
     """
     num_ranks = len(reach.pools)
     num_rows = queue_rows(queue_bytes, num_ranks * max_block_bytes)
@@ -54,9 +54,9 @@ class Writer:
         may_write: Callable[[], bool],
         on_room: Callable[[], None],
     ) -> None:
-        """The queue has the `memory`, from `queue_memory`.
+        """The queue uses `memory`, from `queue_memory`.
 
-        `may_write` returns whether no load is in the way; `on_room` is called in the thread when there is room.
+        The thread writes only while `may_write` returns true, and calls `on_room` when the queue has room again.
         """
         self._stored = stored
         self._reach = reach
@@ -92,9 +92,9 @@ class Writer:
             return sum(map(self._num_bytes, self._queue))
 
     def add(self, blocks: Sequence[tuple[BlockName, Sequence[Tensor]]]) -> None:
-        """Copy blocks into the queue, which must have room; each has a part of each rank, uint8 [part_bytes].
+        """Copy blocks into the queue, which must have room. A block has a part for each rank, uint8 [part_bytes].
 
-        Returns when they are copied: then they may change.
+        Returns when they are copied. The sources may change from then on.
         """
         copies = [_Copy(name, self._free.popleft(), len(parts[0])) for name, parts in blocks]
         self._reach.take(
@@ -120,9 +120,9 @@ class Writer:
                 self._thread.changed.notify()
 
     def close(self, patience_s: float) -> None:
-        """Write the queue, as far as the time suffices, and end the thread.
+        """Write as much of the queue as the time allows, and end the thread.
 
-        If it hangs in the backend, it ends with the process.
+        A thread that hangs in the backend ends with the process.
         """
         self._thread.close()
         self._thread.join(patience_s)

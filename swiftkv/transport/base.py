@@ -1,4 +1,4 @@
-"""The interface of transports, which copy layer blocks between our pool and the pools of peers that we borrow from."""
+"""The interface of transports, which copy layer blocks between an engine's pool and those of its lenders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CopyTimings = npt.NDArray[np.void]  # [J], of COPY_TIMING
 
 
 EXPOSURE = np.dtype([("ticket", np.int64), ("exposed_s", np.float64)])
-"""The time that a device's compute stream stood still for a job."""
+"""The time for which a device's compute stream waited for a job."""
 
 Exposures = npt.NDArray[np.void]  # [W], of EXPOSURE
 
@@ -58,30 +58,30 @@ class PoolMemory:
 
     pid: int
     fd: int
-    device: int  # `st_dev` and `st_ino` of that memory: a process that took the pid of another has a different one
+    device: int  # `st_dev` and `st_ino` of the memory, which another process that gets the same pid does not have
     inode: int
 
 
 @dataclass(frozen=True, slots=True)
 class PeerHandle:
-    """The place of a lender's pool. Valid for one attachment of two engine processes."""
+    """The handle of a lender's pool. Valid for one attachment of two engine processes."""
 
     pid: int
     fd: int  # the pool's memory, as a descriptor of that process
-    device: int  # `st_dev` and `st_ino` of that memory: a process that took the pid of another has a different one
+    device: int  # `st_dev` and `st_ino` of the memory, as in `PoolMemory`
     inode: int
     nbytes: int
     store_path: str  # the rendezvous file that this handle came through
     secret: str = field(repr=False)  # hexadecimal: a two-sided transport's ends prove to each other that they know it
-    ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device: fd, device and inode then say nothing
+    ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device; fd, device and inode are then meaningless
     other_ranks: tuple[PoolMemory, ...] = ()  # the pools of the lender's other ranks, each of `nbytes`, in host memory
-    offset_bytes: int = 0  # of our part in each extent: every offset in the pool counts from here
+    offset_bytes: int = 0  # where our rank's part of each extent begins; offsets in the pool count from here
 
     def of_rank(self, rank: int, num_ranks: int, part_bytes: int) -> PeerHandle:
-        """Return the place where rank `rank` of a borrower has its part of the borrowed blocks.
+        """Return the handle of the part of the borrowed blocks that belongs to rank `rank` of the borrower.
 
-        An extent holds, one after the other, the parts that `num_ranks` ranks have of all of its blocks, each of
-        `part_bytes`. If the lender has several ranks, too, each of their pools holds equally many of these parts.
+        An extent consists of `num_ranks` parts of `part_bytes`, one after the other: part i holds what rank i has of
+        all blocks of the extent. If the lender has several ranks, too, the pool of each holds equally many parts.
         """
         pools = (PoolMemory(self.pid, self.fd, self.device, self.inode), *self.other_ranks)
         assert num_ranks % len(pools) == 0, f"{num_ranks} ranks cannot borrow from {len(pools)}"
@@ -138,16 +138,16 @@ class Transport(Protocol):
         """Detach a link, if it is attached, after waiting for submitted jobs; between steps only."""
 
     def lender_pool(self, link: int) -> npt.NDArray[np.uint8] | None:
-        """Return the pool that is attached as `link`, uint8, from `offset_bytes` on, if we can read it in place."""
+        """Return the pool attached as `link`, uint8, from `offset_bytes` on; `None` if we cannot read it in place."""
 
     def submit(self, to_peer: Runs | None, from_peer: Runs | None, layer: int) -> Ticket:
-        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Only `wait` raises for wrong runs."""
+        """Copy first all of `to_peer`, then all of `from_peer`, at one layer. Invalid runs make `wait` raise."""
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until the job has ended.
 
-        Raises `TransferError`, once, if it did not copy everything. If only some links are to blame, the error names
-        them, and copies over the others go on.
+        Raises `TransferError`, once, if the job did not copy everything. If only some links have failed, the error
+        names them, and copies over other links go on.
         """
 
     def settle(self) -> None:
@@ -162,7 +162,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class TwoSidedTransport(Transport, Protocol):
-    """A transport whose `attach` needs the peer to do something."""
+    """A transport whose `attach` needs the peer's help."""
 
     def meet(self, peer: PeerHandle) -> PeerHandle:
         """Do the part of `attach` that waits for the peer, from any thread, while steps run.
@@ -175,7 +175,7 @@ class TwoSidedTransport(Transport, Protocol):
 
 @runtime_checkable
 class DeviceTransport(Transport, Protocol):
-    """A transport whose `wait` makes a compute stream wait, so the host does not know when, nor for how long."""
+    """A transport whose `wait` makes a compute stream wait, so the host does not see for how long."""
 
     def take_exposures(self) -> Exposures:
         """Return the waits that the stream has passed since the last call, in order; at most a few thousand."""

@@ -28,9 +28,9 @@ class Connection:
     Every method raises `RuntimeError` when the other side is gone, or keeps it waiting beyond the deadline. The
     connection has then ended.
 
-    gloo listens on a port of the loopback interface, even once both are connected, and accepts any process that speaks
-    its protocol. So both first prove that they read the rendezvous file. Another user who wins the race to connect
-    learns nothing, and costs an attempt.
+    gloo listens on a port of the loopback interface, even when both sides are connected, and accepts any process that
+    speaks its protocol. So both sides first prove that they have read the rendezvous file. Another user's process that
+    connects first learns nothing; it only makes this attempt fail.
     """
 
     def __init__(self, peer: PeerHandle, rank: int, connect_timeout_s: float, deadline_s: float) -> None:

@@ -19,7 +19,7 @@ class Mapping:
 
 
 class Mappings:
-    """The mapped pools by link. The caller that adds a pool keeps its memory mapped until it removes the pool."""
+    """The mapped pools by link. The caller that adds a pool must keep its memory mapped until it removes it."""
 
     def __init__(self, pool: Tensor) -> None:
         """`pool` is our own, uint8 and flat."""

@@ -8,11 +8,14 @@ The protocol of one link, borrower to lender unless said otherwise, every messag
     uint8 [k, w]   the rows, at most `connection.MESSAGE_BYTES` at a time; from the lender if the direction is FROM_PEER
     int64 [1]      from the lender, if the direction is TO_PEER: the rows are in its pool
 
-A lender that is asked for bytes it does not have closes the connection, and the borrower's job fails. Within a job
-neither side waits longer than a deadline for a message; between jobs a lender waits for as long as its borrower lives.
-gloo connects through a port of the loopback interface, whose number only the rendezvous file has, but which accepts any
-process; hence the proofs. Pools on GPUs are copied through the host, which waits for the computing before a job, and
-for the job.
+If a borrower asks for bytes outside of the pool, the lender closes the connection, and the borrower's job fails. Within
+a job, neither side waits longer than a deadline for a message. Between jobs, a lender waits for as long as its borrower
+lives.
+
+gloo connects through a port of the loopback interface. Only the rendezvous file has its number, but the port accepts
+any process, so both sides show proofs.
+
+Pools on GPUs are copied through the host. Before a job, the host waits until the device has computed what is copied.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class P2pTransport:
         self._wait_for(self._last_submitted)
         self._peer_nbytes.pop(link, None)
         connection = self._connections.pop(link, None)
-        if connection is not None:  # cut, not dropped: the last job may still refer to it, and the lender waits
+        if connection is not None:  # dropping it is not enough: the last job may refer to it, and the lender would wait
             connection.cut()
 
     def lender_pool(self, link: int) -> None:
@@ -163,7 +166,7 @@ class P2pTransport:
                         exchange.perform(self._rows)
                         taken_s[direction] += time.monotonic() - started_s
             except TransferError as error:
-                failure = TransferError(str(error), error.links)  # without the frames, which hold on to connections
+                failure = TransferError(str(error), error.links)  # a new one: the frames of `error` keep connections
             to_bytes, from_bytes = (
                 0 if runs is None or failure is not None else runs.num_bytes for runs in (to_peer, from_peer)
             )
@@ -252,7 +255,7 @@ class P2pServer(threading.Thread):
             return
         self._connection = connection
         del connection
-        atexit.register(self.stop)  # a thread that returns from gloo after the interpreter has ended would abort
+        atexit.register(self.stop)  # a thread that returns from gloo after the interpreter has ended aborts the process
         self._serve(self._connection)
         self._connection = None  # closing it takes gloo a while
         atexit.unregister(self.stop)

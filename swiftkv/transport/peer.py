@@ -1,8 +1,10 @@
-"""One-sided copies between CUDA devices: a lender's pool is mapped through an IPC handle, and copies have a stream of
-their own that events order with the compute stream. Within a step the host waits for nothing.
+"""One-sided copies between CUDA devices, through pools that are mapped with IPC handles.
+
+Copies run on a CUDA stream of their own, which events order with the compute stream. Within a step the host waits for
+nothing.
 
 CUDA IPC also serves engines that share a GPU, and maps pools on another GPU if peer access is possible (NVLink, or
-PCIe). Symmetric memory would need all engines to meet whenever one of them starts again; a handle concerns only two.
+PCIe). With symmetric memory, all engines would have to meet whenever one of them restarts; a handle concerns only two.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Job:
     begin: torch.cuda.Event
-    turn: torch.cuda.Event  # all of to_peer is done
+    turn: torch.cuda.Event  # all of to_peer is done, and from_peer begins
     end: torch.cuda.Event
     to_peer_bytes: int
     from_peer_bytes: int
@@ -58,11 +60,11 @@ class _Job:
 class PeerTransport:
     """`Transport` for pools on CUDA devices. Submits and waits refer to the current stream of the pool's device.
 
-    The host knows that copies have ended when it knows that the compute stream has passed their waits, or after
-    `settle`. Only then may extents be given back, even after a step without tokens.
+    Copies have ended once the compute stream has passed the waits for them, or after `settle`. Extents may be given
+    back only when the host knows that, even after a step without tokens.
 
     If a lender dies while its pool is mapped here, a step that reads it goes on with undefined bytes. The coordinator
-    sees the process end, and has the scheduler drop them.
+    sees the process end, and has the scheduler discard what was computed from them.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class PeerTransport:
         return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        """Make the current stream wait; the host does not. A job whose timings were taken has ended."""
+        """Make the current CUDA stream wait, but not the host. A job whose timings were taken has ended already."""
         job = self._jobs.get(ticket)
         if job is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -208,7 +210,7 @@ class PeerTransport:
         move_blocks(pool, packed, 0, num_blocks, width_bytes, layer, is_to_peer, most)
 
     def _compile(self, widths_bytes: Sequence[int]) -> None:
-        """Compile the kernels by copying nothing, or the first step that copies would wait for seconds."""
+        """Compile the kernels by copying nothing. Otherwise the first step with copies would wait for seconds."""
         if self.io_backend == "kernel":
             nothing = upload(pack_lists([np.empty((0, BLOCK_FIELDS), np.int64)]), self._device)
             for width_bytes in widths_bytes:
@@ -227,7 +229,7 @@ class PeerTransport:
             copy_2d(*target, *source, width, count, self._stream)
 
     def _packed(self, runs: Runs) -> torch.Tensor:
-        """Return the runs on the device. The layers of a step share them, as long as they submit the same `Runs`."""
+        """Return the runs on the device. The layers of a step share one copy, if they submit the same `Runs` object."""
         known = self._lists.get(id(runs))
         if known is not None:
             return known[1]
@@ -238,7 +240,7 @@ class PeerTransport:
         return packed
 
     def _set_anchor(self) -> None:
-        """Note a moment whose time device and host both know. The copy stream is idle, so the host hardly waits."""
+        """Note one moment in the clocks of both device and host. The copy stream is idle, so the host hardly waits."""
         self._anchor = torch.cuda.Event(enable_timing=True)
         self._anchor.record(self._stream)
         self._stream.synchronize()

@@ -1,9 +1,10 @@
 """The rendezvous by which two engines find each other's memory.
 
-It is a `torch.distributed` file store in a directory that only they can read: one file per attachment, at a path that
-both sides know and that names both incarnations. Nothing listens on a socket. If a library of torch then listens on a
-port of its own, any process on the machine may connect to it. So either side first proves, by a secret from the file,
-that it could read the file.
+It is a `torch.distributed` file store in a directory that only they can read. Each attachment has a file, whose path
+both sides know and which names both incarnations. Nothing listens on a socket.
+
+A library of torch may then listen on a port of its own, to which any process on the machine can connect. So each side
+first proves, with a secret from the file, that it could read the file.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def open_store(store_path: Path, timeout_s: float = 10.0) -> Any:
 
     Raises `OSError` if the file cannot be made.
     """
-    store_path.touch(mode=0o600)  # the store itself would try for minutes
+    store_path.touch(mode=0o600)  # fails at once where the store itself would retry for minutes
     store: Any = dist.FileStore(str(store_path))  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -63,16 +64,17 @@ def publish_pool(
 ) -> PeerHandle:
     """Publish the lender's `pool` at `store_path`, and return the handle that the borrower will find.
 
-    `other_ranks` are the pools of the lender's other ranks, which are like `pool`. With `is_mapped` the borrower is to
-    map the pool, which not every machine allows for memory of a GPU.
+    `other_ranks` are the pools of the lender's other ranks, laid out like `pool`. With `is_mapped`, the borrower will
+    map the pool.
 
-    Raises `TransferError` if it does not, or if the file cannot be written: the disk is full, the directory is gone.
+    Raises `TransferError` if this machine does not allow mapping GPU memory, or if the file cannot be written: the disk
+    is full, or the directory is gone.
     """
     try:
         handle = replace(handle_of(store_path, pool, is_mapped=is_mapped), other_ranks=tuple(other_ranks))
         open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
     except (OSError, RuntimeError) as error:  # the store raises nothing more exact
-        withdraw_pool(store_path)  # it may have half a record
+        withdraw_pool(store_path)  # it may hold half a record
         reason = str(error).splitlines()[0]
         raise TransferError(f"the pool cannot be published in {store_path.parent}: {reason}") from error
     return handle

@@ -22,7 +22,7 @@ class Rows(Protocol):
     nbytes: int
 
     def begin_thread(self) -> None:
-        """Prepare the calling thread, the only one that makes the other calls from now on; any may call `fence`."""
+        """Prepare the calling thread. From now on only this thread may make the other calls, except `fence`."""
 
     def take(self, offsets: Int64Array, width_bytes: int) -> Tensor:
         """Return the bytes at `offsets [k]` in host memory, uint8 [k, width_bytes]."""
@@ -63,7 +63,7 @@ class HostRows:
 
 
 class DeviceRows:
-    """The rows of a pool on a CUDA device, copied on a stream of their own, by the thread that made it or one other."""
+    """The rows of a pool on a CUDA device, which are copied on a CUDA stream of their own."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.nbytes = pool.nbytes
@@ -90,16 +90,17 @@ class DeviceRows:
 
 @cache
 def _rows_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for all rows of a device, for as long as the process lives.
+    """Return the CUDA stream for all rows of a device: the same one each time.
 
-    Each copy is waited for, so that all attachments can share it. Torch hands out its few streams again and again: with
-    a new one for each attachment, rows would in the end be copied on the stream of a capture, and break that.
+    All attachments can share it, because the host waits for each copy. Torch has only a few streams, and hands them out
+    again and again. If every attachment took a new one, rows would in time be copied on the stream of a capture, and
+    break that.
     """
     return torch.cuda.Stream(device)
 
 
 def gather_rows(pool: Tensor, offsets: Tensor, width_bytes: int) -> Tensor:
-    """Return the bytes of `pool` (uint8, flat) at int64 `offsets [k]`, uint8 [k, width_bytes]; all multiples of 8."""
+    """Return uint8 [k, width_bytes]: the rows of `pool` (uint8, flat) at int64 `offsets [k]`; all multiples of 8."""
     words = _word_indices(offsets, width_bytes)
     return pool.view(torch.int64)[words].view(torch.uint8)
 

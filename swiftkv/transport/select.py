@@ -20,12 +20,15 @@ def open_transport(
 ) -> Transport:
     """Open the borrower's half for `pool`.
 
-    `num_threads` threads copy with `shm`. `io_backend` is how `peer` copies, `max_programs` how many programs its
-    kernels have, and `widths_bytes` the layer blocks for which they are compiled at once. A lender that keeps a copy of
-    `p2p` waiting for `deadline_s` is cut off.
+    `shm` is for pools in host memory, `peer` for pools on CUDA devices, `p2p` for both. A lender calls `publish_pool`;
+    for `p2p` it also runs `serve_p2p` for each attachment.
 
-    A lender needs nothing for `shm` and `peer` beyond `publish_pool`; for `p2p` it also runs `serve_p2p` for each
-    attachment. `shm` is for pools in host memory, `peer` for pools on CUDA devices, `p2p` for both.
+    Args:
+        num_threads: The threads that copy with `shm`.
+        io_backend: How `peer` copies.
+        deadline_s: With `p2p`, a lender that keeps a copy waiting for longer is cut off.
+        max_programs: The most programs of a kernel of `peer`.
+        widths_bytes: The sizes of layer blocks for which the kernels of `peer` are compiled now.
     """
     if kind == "p2p":
         from swiftkv.transport.p2p import P2pTransport

@@ -26,7 +26,7 @@ class ShmTransport:
     """A `Transport` in which the lender takes no part: its memory stays mapped until `detach`, even if it dies."""
 
     def __init__(self, pool: SharedPool, num_threads: int = 1) -> None:
-        self._pool_tensor = pool.tensor  # keeps its memory where the engine copies
+        self._pool_tensor = pool.tensor  # keeps the memory mapped while the engine copies
         self._engine = CopyEngine(pool.tensor.data_ptr(), pool.nbytes, num_threads)
         self._mappings: dict[int, torch.Tensor] = {}
 
@@ -78,9 +78,10 @@ def map_pool(peer: PeerHandle) -> torch.Tensor:
 def map_peer_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
     """Return a pool of another process as uint8 [nbytes], shared with it; the mapping ends with the tensor.
 
-    `fd` is the pool's memory, as a descriptor of that process; `device` and `inode` are `st_dev` and `st_ino` of that
-    memory. All of it is mapped, readable and writable. A mapping of the lent extents alone would change from step to
-    step, and would hold other bytes, too: extents may lie anywhere, and are not multiples of a page.
+    `fd` is that process's descriptor of the memory; `device` and `inode` are the memory's `st_dev` and `st_ino`.
+
+    The whole pool is mapped, readable and writable. Mapping the lent extents alone would protect little: they change
+    from step to step, and are no multiples of a page, so other bytes would be mapped with them.
 
     Raises `TransferError` if it cannot be mapped.
     """
@@ -105,9 +106,9 @@ def map_peer_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> 
 def _open(pid: int, fd: int) -> int:
     """Return a file descriptor of ours for the one of another process.
 
-    It is copied from that process: a pidfd names one process for good, and a copy opens nothing. That needs the right
-    to trace the process, which some systems give only to its ancestors. Without it, the file is opened by the pid,
-    which another process may have taken. In either case the caller checks which memory it is.
+    It is copied through a pidfd, which names one process for good. That needs the right to trace the process, which
+    some systems give only to its ancestors. Without that right, the file is opened by the pid, which another process
+    may have taken meanwhile. In either case the caller checks which memory it is.
     """
     process = os.pidfd_open(pid)
     try:

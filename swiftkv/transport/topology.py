@@ -64,7 +64,7 @@ class TransportChoice(NamedTuple):
 
 
 def choose_transport(lender_device: str, borrower_device: str, topology: Topology) -> TransportChoice:
-    """Choose for two devices as in the YAML file: `cpu`, `cuda` or `cuda:N`.
+    """Choose the transport between two devices, named as in the YAML file: `cpu`, `cuda` or `cuda:N`.
 
     Raises `ValueError` for a GPU that is not there.
     """
@@ -99,10 +99,10 @@ TransportSetting = Literal["auto", "shm", "peer", "p2p"]
 def node_transports(
     setting: TransportSetting, pairs: Iterable[tuple[str, str]], topology: Topology | None
 ) -> dict[str, TransportChoice]:
-    """Return how KV is lent in each kind of memory that `pairs` are in, `the host` or `GPUs`.
+    """Return the transport in each kind of memory that `pairs` are in, `the host` or `GPUs`.
 
-    `pairs` are a lender's device and a borrower's. `topology` may be None if no GPU is among them. Raises `ConfigError`
-    if the transport that the configuration names does not reach, or for a GPU that is not there.
+    `pairs` are (lender's device, borrower's device). `topology` may be None if no GPU is among them. Raises
+    `ConfigError` if the configured transport does not reach between a pair, or if a GPU does not exist.
     """
     found = {}
     for memory, is_host in (("the host", True), ("GPUs", False)):
@@ -118,12 +118,12 @@ def node_transports(
 def settle_transport(
     setting: TransportSetting, pairs: Sequence[tuple[str, str]], topology: Topology
 ) -> TransportChoice:
-    """Return the one transport of engines that lend to each other: `pairs` of a lender's and a borrower's device.
+    """Return the one transport that serves all `pairs` of (lender's device, borrower's device).
 
-    An engine borrows over one transport, so `auto` is one that serves every pair, and its kernels copy with as many
-    programs as the fastest pair needs. All devices are the host's, or all are GPUs.
+    An engine borrows over one transport, so `auto` chooses one that serves every pair. Its kernels copy with as many
+    programs as the fastest pair needs. All devices must be the host's, or all GPUs.
 
-    Raises `ValueError` if `setting` does not reach, or for a GPU that is not there.
+    Raises `ValueError` if `setting` does not reach between a pair, or if a GPU does not exist.
     """
     choices = [choose_transport(lender, borrower, topology) for lender, borrower in pairs]
     possible = next((choice for choice in choices if choice.kind == "p2p"), choices[0])
@@ -205,8 +205,8 @@ def is_translated(bus_id: str, devices: Path = _PCI_DEVICES) -> bool:
 def visible_devices(variable: str | None, uuids: list[str]) -> list[int]:
     """Return NVML's indices of the GPUs that CUDA numbers from 0 on, given the value of CUDA_VISIBLE_DEVICES.
 
-    As CUDA does, the list ends at the first entry that names no GPU. GPUs are taken in NVML's order, which is CUDA's
-    where they are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    As with CUDA, the list ends at the first entry that names no GPU. GPUs come in NVML's order, which is CUDA's if all
+    are of one kind or CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     if variable is None:
         return list(range(len(uuids)))

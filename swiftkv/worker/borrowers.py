@@ -40,7 +40,7 @@ class LendLink:
 
 @dataclass(slots=True)
 class BorrowerPeer:
-    """A borrower, running or not. `process` is set from its Hello until it is gone and its leases have ended."""
+    """A borrower, running or not. `process` is set from its Hello until it has died and its leases have ended."""
 
     spec: PeerSpec
     links: list[LendLink]
@@ -50,14 +50,14 @@ class BorrowerPeer:
     welcome: Welcome | None = None
     refusal: str | None = None  # why the pool could not be published; the borrower's next Hello tries again
     is_attached: bool = False
-    is_ending: bool = False  # its leases end once no thread serves it
-    num_running: int = 0  # its processes, from its Hello until they are gone
-    is_gone: bool = False  # it is ending because the last of its processes has ended
-    quiet_s: float = 0.0  # monotonic: until then, stores that it launched may still arrive
+    is_ending: bool = False  # its leases are about to end: they do once no thread serves it
+    num_running: int = 0  # how many of its processes run, since its Hello
+    is_gone: bool = False  # its leases are ending because its last process has ended
+    quiet_s: float = 0.0  # monotonic: stores that it launched may still arrive until then
     servers: list[threading.Thread] = field(default_factory=list)
     heard_s: float = 0.0
     heartbeat_due_s: float = 0.0
-    is_asked: bool = False  # it has not answered the last heartbeat
+    is_asked: bool = False  # whether the last heartbeat is unanswered
     reported: list[int] = field(default_factory=list)
 
     @property

@@ -38,7 +38,8 @@ class TotalDemandPolicy:
     The number of blocks kept does not follow every change of the peak:
 
     - it rises at once, to the peak and a whole reserve, when less than half a reserve would be left above the peak;
-    - it falls, to the same, only when more than two reserves are above the peak, and a peak counts for a whole window.
+    - it falls to the same number only when more than two reserves would be left above the peak. A peak counts for a
+      whole window.
 
     So demand that swings by less than half a reserve, or faster than the window, moves no extent.
     """
@@ -63,8 +64,9 @@ class TotalDemandPolicy:
 
 
 class LongestRequestPolicy:
-    """Keep the blocks that the longest single request of the window needed: the paper's Algorithm 1, which ignores that
-    several requests run at once. It has no hysteresis but the window's.
+    """Keep the blocks that the longest single request of the window needed: the paper's Algorithm 1.
+
+    It ignores that several requests run at once. Nothing but the window damps its changes.
     """
 
     def __init__(self, window_s: float) -> None:

@@ -1,7 +1,7 @@
 """The lender's side of leases: offers, recalls, and the end of a borrower's leases.
 
-Everything here runs in the coordinator's thread. It is one file of more than 400 lines because it is one class: offers,
-recalls, budgets and the deaths of borrowers change the same tables.
+Everything here runs in the coordinator's thread. The file has more than 400 lines because it is one class: offers,
+recalls, budgets and the deaths of borrowers all change the same tables.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Lender:
     """Owns the lender's tables and the budget.
 
     Each attached borrower has a target: an even part of the budget, limited by the blocks that the policy keeps for the
-    engine's own requests. Offers approach it whenever something has changed. Extents are recalled when the engine's
-    requests are short of blocks, when the budget falls, or when a new borrower is due its part. After a recall for
-    demand, nothing of that KV group is offered for a window.
+    engine's own requests. Whenever something has changed, extents are offered up to the target. Extents are recalled
+    when the engine's requests are short of blocks, when the budget falls, or when a new borrower is due its part. After
+    a recall for the engine's own demand, nothing of that KV group is offered for a window.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class Lender:
         serve_link: Callable[[str], threading.Thread | None],
         wake_engine: Callable[[], None],
     ) -> None:
-        """`serve_link(store_path)` publishes the pool at that path for one link, and returns the thread that serves it,
-        if the transport has one. It is called in the coordinator's thread, and raises `TransferError` if it fails.
+        """`serve_link(store_path)` publishes the pool at that path for one link. It returns the thread that serves the
+        link, or `None` if the transport needs none. It runs in the coordinator's thread; on failure it raises
+        `TransferError`.
         """
         self._me = me
         self._rendezvous = Path(spec.rendezvous)
@@ -319,7 +320,7 @@ class Lender:
             num_bytes = sum(n * self._links[number].geometry.extent_bytes for number, n in counts.items())
             self._wire.send(route, self._budget_set(request, num_bytes, 0.0))
             return
-        if request.budget_bytes > self.budget_bytes:  # a raised budget is to be lent now
+        if request.budget_bytes > self.budget_bytes:  # lend the addition at once, in spite of recent recalls
             self._no_offer_before_s = [0.0] * len(self._no_offer_before_s)
         self.budget_bytes = request.budget_bytes
         batch = self._recall("budget", counts, now_s)
@@ -348,7 +349,10 @@ class Lender:
         )
 
     def _answer_budget_requests(self, now_s: float) -> None:
-        """Answer each request when its own recall is home; the last, whose budget is in force, when all recalls are."""
+        """Answer each request when the extents recalled for it are home.
+
+        The last request's budget is in force. It is answered only when no more than that budget is lent.
+        """
         waiting = []
         for i, entry in enumerate(self._waiting):
             is_in_force = i == len(self._waiting) - 1
@@ -363,7 +367,7 @@ class Lender:
     # Offers and recalls.
 
     def _make_room_for_all(self, now_s: float) -> None:
-        """Recall the part of a new borrower from the others."""
+        """Recall extents from the other borrowers so that a new one can get its part."""
         targets = self._division.lendable_targets(self.budget_bytes, now_s)
         self._recall("share", {link.number: link.asked_for - targets[link.number] for link in self._links}, now_s)
 
@@ -395,11 +399,11 @@ class Lender:
             epochs = link.ledger.offer(extents)
             self.lent_total_bytes += len(extents) * link.geometry.extent_bytes
             self._wire.send(peer.route, Offer.of(extents, epochs, **self._names(peer, link)))
-            self._wake_engine()  # an engine at rest reports its blocks, too
+            self._wake_engine()  # even an idle engine must report that its blocks have changed
         return len(extents)
 
     def _recall(self, reason: str, counts: dict[int, int], now_s: float) -> RecallBatch | None:
-        """Recall as many extents as `counts` has by link number; return `None` if that is none."""
+        """Recall `counts[number]` extents of each link; return `None` if there are none to recall."""
         counts = {number: count for number, count in counts.items() if count > 0}
         if not counts:
             return None

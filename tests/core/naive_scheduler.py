@@ -786,7 +786,7 @@ class NaiveScheduler:
         may_fit = wanted <= budget and self.has_slot()
         n = self.fit(request, wanted, spare=len(self.running)) if may_fit else 0
         if n == 0:
-            leaving = self.who_must_leave(request) if wanted <= budget else []
+            leaving = self.requests_to_displace(request) if wanted <= budget else []
             self.release(request)
             for pool, order in zip(self.pools, orders, strict=True):
                 pool.lru = order  # to be looked at is not to be used
@@ -808,7 +808,7 @@ class NaiveScheduler:
 
     # ---- who gives way to a higher class ----
 
-    def who_must_leave(self, request: NaiveRequest) -> list[NaiveRequest]:
+    def requests_to_displace(self, request: NaiveRequest) -> list[NaiveRequest]:
         """Return the fewest, in their order, without which a request has a slot and room; none, if nothing helps."""
         giving_way = [r for r in self.running if self.gives_way(r, request)]
         giving_way.sort(key=lambda r: (-r.service_class, len(r.tokens) > r.prompt_len, -r.begun))

@@ -202,8 +202,8 @@ def test_more_than_the_budgets_promise_is_a_mistake_that_says_what_would_do(tmp_
     with pytest.raises(ConfigError) as caught:
         planned(tmp_path, f"{MASTER}, max_model_len: 481", LENDER)
     assert str(caught.value) == (
-        "models[0].max_model_len: 481 is more than the 480 tokens that fit: kv_cache.memory holds 160, what w may lend "
-        "brings the rest; lower it, or raise kv_cache.memory or a worker's lending.budget"
+        "models[0].max_model_len: 481 is more than the 480 tokens that fit: kv_cache.memory holds 160, and the memory "
+        "that w may lend holds the rest; lower it, or raise kv_cache.memory or a worker's lending.budget"
     )
     with pytest.raises(
         ConfigError, match=r"^models\[0\].kv_cache.memory: 60KiB holds 160 tokens, one sequence of 161 "

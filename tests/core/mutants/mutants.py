@@ -355,7 +355,7 @@ MUTANTS = [
         "++end;\n    return records_[end].newer;",
         "++end;\n    return records_[end].older;",
     ),
-    one("an extent in use is lent", POOL_EXTENTS, "lend.num_pinned[extent] > 0 || is_found", "is_found"),
+    one("an extent in use is lent", POOL_EXTENTS, "lend.num_occupied[extent] > 0 || is_found", "is_found"),
     one(
         "all blocks of an extent lie at its begin", POOL_EXTENTS, "+ within * block_bytes", "+ 0 * within * block_bytes"
     ),
@@ -478,8 +478,8 @@ MUTANTS = [
     one(
         "an extent goes back while it holds what is cached",
         POOL_EXTENTS,
-        "return held.num_pinned + held.num_cached + held.num_kept == 0;",
-        "return held.num_pinned + held.num_kept == 0;",
+        "return held.num_occupied + held.num_cached + held.num_kept == 0;",
+        "return held.num_occupied + held.num_kept == 0;",
     ),
     one(
         "extents are counted for two groups",
@@ -1011,7 +1011,7 @@ MUTANTS = [
         "gone->groups[g].entries[i])] = 0;",
         "gone->groups[g].entries[i])];",
     ),
-    one("all leave for one", BUILDER, "    giving_way.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));\n", ""),
+    one("all leave for one", BUILDER, "    candidates.resize(std::max(count, roster_.has_free_slot() ? 0 : 1));\n", ""),
     one("requests of a step in progress leave", BUILDER, "return is_in_progress(*r); }", "return r == nullptr; }"),
     one(
         "who is displaced comes back at once",
