@@ -1,5 +1,5 @@
 # Set-up goes into .venv and is skipped when nothing changed.
-#   make demo     hold a conversation with each demo model, then stop
+#   make demo     show the demo: conversations, lending and a restart, then stop
 #   make serve    start configs/embedded.yaml and stay up
 #   make test     everything that .ci/run checks
 #   make fuzz, make sanitize, make mutants    see CONTRIBUTING.md
