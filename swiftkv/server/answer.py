@@ -190,7 +190,7 @@ class CompletionAnswer(Answer):
     def _ready(self, batch: Sequence[Delta]) -> list[Delta]:
         """Return the deltas that can be sent now.
 
-        Where the logprobs of a prompt are echoed, its first choice brings them, and the others wait for that one.
+        Echoed logprobs of a prompt come with its first choice; its other choices wait until that one has come.
         """
         if not self._echo or self._num_logprobs is None:
             return list(batch)
@@ -293,7 +293,7 @@ class ChatAnswer(Answer):
         )
 
     def _told(self, batch: Sequence[Delta]) -> Sequence[Delta]:
-        """Return `batch` as the client is to see it."""
+        """Return `batch`, without its reasoning if the client asked for that."""
         if self._hides_reasoning:
             for delta in batch:
                 delta.reasoning = ""

@@ -29,10 +29,10 @@ def as_sent(request: Request, model: ModelHandle) -> ModelHandle:
 
 
 async def awake(request: Request, models: ModelTable, model: ModelHandle) -> ModelHandle:
-    """Wake a model that requests may wake, again each time that somebody puts it to sleep meanwhile.
+    """Wake a model if requests may wake it, and return its handle.
 
-    Return its handle by then: a model that was reloaded may have another tokenizer, and the old handle's threads have
-    ended.
+    A model that is put to sleep meanwhile is woken again. The handle may be a new one: a model that was reloaded may
+    have another tokenizer, and the old handle's threads have ended.
     """
     while model.must_wake:
         await unless_gone(request.receive, model.sleeper.wake_for_request())
@@ -41,5 +41,5 @@ async def awake(request: Request, models: ModelTable, model: ModelHandle) -> Mod
 
 
 async def in_threads(request: Request, model: ModelHandle, work: Callable[[], T]) -> T:
-    """Do `work` in the model's threads, unless the client hangs up before it has begun."""
+    """Do `work` in the model's threads, unless the client hangs up before the work begins."""
     return await unless_gone(request.receive, model.in_threads(work, request.state.num_body_bytes))

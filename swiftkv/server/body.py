@@ -110,7 +110,7 @@ def _reader(body_type: type[B]) -> Callable[[Request], Coroutine[Any, Any, B]]:
         if not num_bytes or not _is_json(request.headers.get("content-type", "")):
             raise ApiError(400, "the body must be a JSON object, with 'Content-Type: application/json'")
         if request.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-            raise ApiError(400, "the body has a Content-Encoding, and none is undone here: send plain JSON")
+            raise ApiError(400, "the body has a Content-Encoding, which this server cannot decode: send plain JSON")
 
         is_lenient = body_type.lenient_with is not None and body_type.lenient_with in request.headers
 

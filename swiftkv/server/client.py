@@ -269,7 +269,7 @@ class EngineClient:
         self._incarnation = incarnation
 
     def engine_up(self, ready: Ready) -> None:
-        """Note that the engine serves: its `Ready` came. A late one, of a process that is gone, is ignored."""
+        """Note that the engine serves, because its `Ready` came; ignore the `Ready` of a process that is gone."""
         if ready.incarnation != self._incarnation:
             return
         self.engine = ready
@@ -342,7 +342,7 @@ class EngineClient:
                     self._ready.set()
 
     async def _until_connected(self) -> None:
-        """Wait until messages can reach the engine: its two sockets connect one by one, so it may be heard before."""
+        """Wait until messages can reach the engine. Its two sockets connect one by one, so it may be heard first."""
         while not self._push.poll(0, zmq.POLLOUT):
             await asyncio.sleep(0.005)
 
@@ -465,6 +465,6 @@ class EngineClient:
 
 
 async def _let_write() -> None:
-    """Let tokens that were handed on be written: figures alone can wait, and taking them in may take a millisecond."""
+    """Let the event loop write the tokens handed on so far. Figures can wait; taking them in may take a millisecond."""
     for _ in range(_ROUNDS_TO_WRITE):
         await asyncio.sleep(0)

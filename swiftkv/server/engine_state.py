@@ -14,7 +14,7 @@ from swiftkv.server.errors import ApiError
 DOWN_RETRY_S = 5.0
 
 EndCause = Literal["killed", "exited", "load_failed", "load_timeout", "hung", "coordinator_hung", "bad_message"]
-"""Why an engine process ended that was not told to, as metrics name it."""
+"""The reason why an engine process ended without being told to, as metrics name it."""
 
 
 class EngineState(StrEnum):
@@ -58,7 +58,7 @@ class Observation:
 
 
 class EngineStatus:
-    """The state of one engine: what somebody decided about its model, or else what is seen of its process.
+    """The state of one engine: what was decided about its model, such as its sleep, or else what its process does.
 
     A process that ends while its model sleeps, or is about to, leaves the model asleep. One that ends while its model
     wakes up has died like any other. Methods that report an event may be called at any time, and are ignored if it
@@ -85,7 +85,7 @@ class EngineStatus:
 
     @property
     def rests(self) -> bool:
-        """Whether the model is asleep, or about to be: a process that ends is not started again."""
+        """Whether the model is asleep or falling asleep, so that a process that ends is not started again."""
         return self._decided in (EngineState.SLEEPING, EngineState.ASLEEP)
 
     @property

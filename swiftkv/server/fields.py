@@ -24,7 +24,7 @@ INT32_MAX = 2**31 - 1
 Text = Annotated[str, Field(max_length=INT32_MAX)]
 Label = Annotated[str, Field(max_length=LIMITS.label_chars)]
 
-# Anthropic's mark of what to cache, which clients of several providers send to all of them.
+# Anthropic's mark of what to cache. Clients of several providers send it to all of them.
 CacheControl = Annotated[dict[str, Any] | None, Field(description="Accepted, not used")]
 
 UNSEEN = "[This is of the type {}, which this model cannot read: it takes text.]"
@@ -75,7 +75,7 @@ class AtMost:
 
 
 class OnlyKinds:
-    """Checks the `type` of an object of which a protocol has more kinds than are taken here, so that errors say why."""
+    """Checks the `type` of an object where a protocol has more types than this server takes, so that errors say why."""
 
     def __init__(self, *kinds: str, because: str) -> None:
         self._kinds = kinds
@@ -88,7 +88,7 @@ class OnlyKinds:
 
 
 class ToldBy:
-    """Wraps a discriminator: its context of errors cannot be hashed, and types hash what they are annotated with."""
+    """Wraps a discriminator, which cannot be hashed, so that it can annotate a type: annotations are hashed."""
 
     def __init__(self, discriminator: Discriminator) -> None:
         self._discriminator = discriminator
@@ -103,7 +103,7 @@ def told_by(key: str, tags: Mapping[str, str], *, default: str = "", because: st
     Args:
         tags: The `Tag` of the member for each text. No tag may be the name of a field: errors would name that field.
         default: The text if `key` is missing.
-        because: The reason for which others are refused, if the texts here do not show it.
+        because: The reason why other texts are refused, if `tags` does not show it.
     """
 
     def tag(value: Any) -> str | None:
@@ -146,5 +146,6 @@ class Body(BaseModel):
         value = _check_number_of_fields(value)
         if not isinstance(value, dict) or None not in value.values():
             return value
-        # Optional fields take `None` themselves; errors are to call a required one missing, and not of a wrong type.
+        # Optional fields take `None` themselves. A required field that is `None` is left out, so that the error calls
+        # it missing.
         return {name: held for name, held in value.items() if held is not None or name not in cls.required_fields}

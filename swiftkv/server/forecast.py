@@ -23,8 +23,9 @@ _RECENT_STEPS = 16
 _RECENT_ROWS = 64  # of answers in steps
 _LEAST_TTFT_S = 1e-6
 _PART_IN_TIME_IN_ORDER, _PART_IN_TIME_OVERTAKEN = 0.8, 0.3
-"""The part of similar requests that must be in time for one to be taken: if later ones cannot go first, or can.
+"""The part of similar requests that must have been in time, or a new one is refused.
 
+The first number is for policies under which later requests cannot go first, the second for all others.
 benchmarks/results/forecasts.md compares other values.
 """
 _INTERRUPTING: frozenset[SchedulingPolicy] = frozenset({"hrrn", "spf", "turns", "deadline"})

@@ -24,11 +24,11 @@ class Terms:
     Attributes:
         cache_salt: Prompts share cached prefixes only with prompts of an equal salt.
         priority: The priority, that of the service tier included; lower runs first.
-        target_ttft_s: Seconds until the first token is due, for the order of the engine.
+        target_ttft_s: Seconds until the first token is due, by which the engine may order requests.
         targets: The targets; a request that would miss them is refused.
         sender: The sender of the request.
         is_traced: Whether the engine reports the steps of the request.
-        is_to_last: Whether the prompt goes to storage, if there is any, whatever the write policy would wait for.
+        is_to_last: Whether the prompt is written to storage, if there is any, even where the write policy would wait.
     """
 
     cache_salt: str = ""

@@ -75,7 +75,11 @@ class HarmonyParser(ReasoningParser):
 
 
 class HarmonySections(Sections):
-    """Messages to functions are calls, the final channel and commentary to nobody the answer, the rest reasoning."""
+    """Separates the messages of one answer.
+
+    Messages to functions are calls; the final channel, and commentary without a recipient, are the answer; all others
+    are reasoning.
+    """
 
     def __init__(self, tokens: HarmonyTokens) -> None:
         self._marks = tokens.marks
@@ -145,7 +149,7 @@ class HarmonySections(Sections):
                 return [ArgumentsGrown(text)]
 
     def _begin(self) -> list[SectionEvent]:
-        """Determine from its header which part of the answer a message is."""
+        """End a message's header, which says whether the text after it is a call, the answer or reasoning."""
         header, self._header = self._header or "", None
         _, is_marked, behind = header.partition(CHANNEL)
         names = behind.split()[:1] if is_marked else [word for word in header.split() if word in _CHANNELS]
@@ -160,9 +164,9 @@ class HarmonySections(Sections):
         return []
 
     def _end_header(self) -> list[SectionEvent]:
-        """Return the message that stands in a header, for want of the mark before its text.
+        """Return the message whose text the model wrote into its header, without the mark `<|message|>` before it.
 
-        A comment to nobody is left out: it may be a header that went wrong.
+        Commentary without a recipient is left out: it may be a malformed header.
         """
         header = self._header or ""
         found = _WITHOUT_MESSAGE.search(header)
@@ -175,7 +179,7 @@ class HarmonySections(Sections):
 
 
 def _function(recipient: str) -> str | None:
-    """Return the function that a message is for, `None` if for none. In long contexts gpt-oss drops the `functions.`"""
+    """Return the function that a message calls, or `None`. In long contexts gpt-oss drops the prefix `functions.`"""
     if recipient.startswith(_FUNCTIONS):
         return recipient.removeprefix(_FUNCTIONS) or None
     return None if recipient.partition(".")[0] in _NO_FUNCTIONS else recipient

@@ -34,7 +34,7 @@ MAX_FIELDS = 128
 MAX_TRAILER_BYTES = 8 << 10
 MAX_IGNORED_BYTES = 64 << 10
 _SPREAD = 0.25
-"""The part of a deadline by which it may come late, at most."""
+"""The most by which a deadline may be exceeded, as a part of it."""
 _CHUNK_OVERHEAD_BYTES = 32
 """The bytes allowed for each chunk's size in hexadecimal and its two line ends."""
 _TRAILERS_TOO_LONG = ApiError(431, f"the request's trailers are larger than {MAX_TRAILER_BYTES} bytes")
@@ -267,7 +267,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._refuse(_TRAILERS_TOO_LONG)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with an error where that is still possible, and close."""
+        """Answer with an error if that is still possible, and close the connection."""
         self._is_deaf = True
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:

@@ -44,7 +44,7 @@ class InFlight:
         self.num_tokens += 1
 
     def note_prompt(self, metrics: ModelMetrics) -> None:
-        """Count the prompt, which is through."""
+        """Count the prompt, all of which has been computed."""
         metrics.count_prompt_tokens(self.request.num_prompt_tokens, self.cached_by_tier)
 
     def note_step(self, part: StepTrace) -> None:

@@ -11,15 +11,15 @@ from swiftkv.server.forecast import EngineForecast, Work
 _PART = 0.8
 """The part of similar prompts that are computed within the allowance; benchmarks/results/forecasts.md has others."""
 _MOST_ENDED = 256
-"""The most checks of sequences that wait no longer, beside as many as there are waiting ones."""
+"""The most outdated checks that are kept, of sequences that wait no longer, beside as many as sequences wait."""
 
 
 class LastStarts:
     """Finds the waiting prompts that can no longer begin in time, before any time is spent on them.
 
-    On arrival it is unknown which later prompts will go first, but once a prompt has waited too long, that is certain.
-    A prompt is allowed the time within which most similar ones were computed lately, because others may interrupt it.
-    Times are by the clock of `forecast`.
+    On arrival it is unknown which later prompts will go first. But once a prompt has waited too long, it is certain to
+    be late. A prompt is allowed the time within which most similar ones were computed lately, because others may
+    interrupt it. Times are by the clock of `forecast`.
     """
 
     def __init__(self, forecast: EngineForecast) -> None:

@@ -15,7 +15,7 @@ from swiftkv.server.log_limit import LogLimit
 SPARE_CONNECTIONS = 64
 """The number of connections beyond the limit that are kept for monitoring, one short request each."""
 URGENT_PATHS = frozenset({"/health", "/ready"})
-"""Requests for these begin at once: they cost little, and monitoring measures how quickly the node answers."""
+"""The paths whose requests begin at once: they cost little, and monitoring measures how quickly the node answers."""
 MONITORING_PATHS = URGENT_PATHS | {"/metrics"}
 _MODEL_PREFIX = re.compile(r"/models/[^/]+(?=/)")
 FREE_BODY_BYTES = 32 << 10
@@ -98,8 +98,8 @@ class BodyBudget:
 class Rounds:
     """Begins a few pieces of work in each round of one event loop.
 
-    A hundred requests that come at once begin over fifty rounds: in each round, the tokens and answers of others wait
-    for two of the hundred instead of all.
+    A hundred requests that come at once begin over fifty rounds, two in each. So tokens and answers of others wait for
+    two of them, not for all hundred.
     """
 
     def __init__(self, per_round: int = 2) -> None:
@@ -114,7 +114,7 @@ class Rounds:
         return len(self._waiting)
 
     def enter(self, who: Hashable, begin: Callable[[], None]) -> None:
-        """Call `begin` in order: at once if this round has room. `who` waits for one place at a time."""
+        """Call `begin` in its turn, at once if this round has room. `who` may wait for one place at a time."""
         assert who not in self._waiting
         if not self._is_counting:
             self._is_counting = True

@@ -35,10 +35,10 @@ LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
     ),
     "swiftkv:step_time_seconds": ("term", "Coefficients of the fitted step time, in seconds for one unit of each term"),
     "swiftkv:step_time_token_ratio": (
-        "tokens", "What steps of about so many tokens took, divided by what the fitted step time says",
+        "tokens", "Measured time of steps of about this many tokens, divided by the fitted time",
     ),
 }  # fmt: skip
-"""By name: the label beside the model's, and the text."""
+"""By metric name: the label besides the model's, and the help text."""
 
 COUNTERS: Mapping[str, str] = {
     "swiftkv:engine_starts": "Times that the model's engine became ready",
@@ -51,16 +51,16 @@ COUNTERS: Mapping[str, str] = {
     "swiftkv:cuda_graph_hits": "Decode steps that ran as a CUDA graph",
     "swiftkv:cuda_graph_misses": "Decode steps on a GPU that ran without a CUDA graph",
     "vllm:prompt_tokens": "Prompt tokens of requests that have come to their first token, or have been pooled",
-    "vllm:prompt_tokens_cached": "Those of vllm:prompt_tokens that were not computed, wherever their KV lay",
+    "vllm:prompt_tokens_cached": "Those of vllm:prompt_tokens that were cached, in whatever tier",
     "vllm:generation_tokens": "Tokens generated",
     "vllm:spec_decode_num_drafts": "Drafts that steps checked",
-    "vllm:spec_decode_num_draft_tokens": "Tokens of these drafts",
-    "vllm:spec_decode_num_accepted_tokens": "Those of vllm:spec_decode_num_draft_tokens that were right",
+    "vllm:spec_decode_num_draft_tokens": "Tokens of the drafts that steps checked",
+    "vllm:spec_decode_num_accepted_tokens": "Tokens of drafts that were right",
 }
 LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
     "swiftkv:engine_restarts": ("reason", "Times that the model's engine ended and was started again"),
     "swiftkv:requests_displaced": (
-        "service_tier", "Requests preempted so that one of a higher service tier could begin, by their own tier",
+        "service_tier", "Requests preempted for one of a higher service tier, by the tier of the preempted request",
     ),
     "swiftkv:prefix_hit_tokens": ("tier", "Prompt tokens found in the prefix cache, by the tier that had their KV"),
     "swiftkv:requests_refused": ("limit", "Requests refused because the model was at a limit, by limit"),
@@ -69,7 +69,7 @@ LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "vllm:request_success": ("finished_reason", "Requests finished"),
 }  # fmt: skip
-"""By name: the label beside the model's, and the text."""
+"""By metric name: the label besides the model's, and the help text."""
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token", FIRST_TOKEN_S),
@@ -97,7 +97,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_params_max_tokens": ("max_tokens asked for", _TOKENS),
     "vllm:request_params_n": ("n asked for", (1, 2, 5, 10, 20)),
 }  # fmt: skip
-"""By name: the text, and the bounds of the buckets."""
+"""By metric name: the help text, and the bounds of the buckets."""
 
 
 def label_names(metric: str, *further: str) -> tuple[str, ...]:

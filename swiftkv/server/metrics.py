@@ -397,7 +397,7 @@ class _EngineStates(ModelCollector[EngineView]):
 
 
 def _sleep_state(view: EngineView) -> str | None:
-    """Return one of `_SLEEP_STATES`, or `None` while there is no engine though nobody put the model to sleep."""
+    """Return one of `_SLEEP_STATES`; `None` while the engine is gone, unless the model was put to sleep."""
     awake, level_1, level_2 = _SLEEP_STATES
     if view.state in (EngineState.ASLEEP, EngineState.WAKING):
         return level_2 if view.pid is None else level_1

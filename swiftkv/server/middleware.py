@@ -19,7 +19,7 @@ from swiftkv.server.tenants import Sender
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}) | PAGE_PATHS
 PROTECTABLE_PATHS = frozenset({"/metrics", "/openapi.json", "/docs"})
-"""Those of `OPEN_PATHS` that need a key with `node.protect_metrics`."""
+"""The paths in `OPEN_PATHS` that need a key with `node.protect_metrics`."""
 ADMIN_PATH = "/admin"
 UPLOAD_PATH = "/v1/files"
 
@@ -129,8 +129,8 @@ class AdminMiddleware:
 class HostMiddleware:
     """Refuse requests that were made under another name than this machine's.
 
-    A web page may have a name of its own point to this machine, and send requests to it. Browsers always send the name,
-    so a request without one is not from a browser.
+    The owner of a web page can let its name point to this machine; the page can then send requests here.
+    Browsers always send the name, so a request without a name is not from a browser.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str]) -> None:

@@ -67,8 +67,8 @@ class ModelHandle:
     """A model as the gateway knows it. `root` names its checkpoint in public; lengths and sizes are in tokens.
 
     Clients may also ask for it by `further_names`; answers have `name`, as vLLM's have the first name. `threads`
-    tokenize, decode and render templates, so that a busy model holds up no other. `grammars` is the node's only one,
-    because one process checks all grammars.
+    tokenize, decode and render templates, so that a busy model holds up no other. All models of the node share
+    `grammars`, because one process checks all grammars.
     """
 
     name: str
@@ -140,7 +140,7 @@ class ModelHandle:
 
     @property
     def must_wake(self) -> bool:
-        """Whether a request must first wake the model, or fail if that cannot be done."""
+        """Whether a request must wake the model first, and fails if the model cannot be woken."""
         return self.auto_wake and not self.client.state.is_there
 
     @property

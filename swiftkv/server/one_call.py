@@ -15,7 +15,7 @@ _ONCE = ("reasoning_content", "thinking")
 def one_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages with at most one call each, as if the model had made its calls one after the other.
 
-    Each call is followed by its results. Those of no call stay behind the last one.
+    Each call is followed by its results. Results that belong to no call come after the last call.
     """
     shown: list[Mapping[str, Any]] = []
     rest = list(messages)

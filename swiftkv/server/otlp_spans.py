@@ -85,7 +85,7 @@ class SpanMaker:
         self._tracer = provider.get_tracer("swiftkv", __version__)
 
     def spans(self, traces: Sequence[RequestTrace]) -> list[ReadableSpan]:
-        self._ended.spans = []  # not those of an earlier call that failed: they count as lost
+        self._ended.spans = []  # not spans of an earlier call that failed, which count as lost
         for trace in traces:
             self._make(trace)
         return self._ended.spans

@@ -120,7 +120,7 @@ class Outlook:
         """Refuse a request that cannot meet its targets even if its prompt is as short as its text allows.
 
         Raises:
-            ApiError: 429 that says what is forecast, and what is wanted.
+            ApiError: 429 that says what is forecast, and what the target is.
         """
         if targets == NO_TARGETS:
             return
@@ -135,7 +135,7 @@ class Outlook:
         """Refuse a sequence that cannot meet its targets.
 
         Raises:
-            ApiError: 429 that says what is forecast, and what is wanted.
+            ApiError: 429 that says what is forecast, and what the target is.
         """
         self._last_forecast = None
         if targets == NO_TARGETS:
@@ -156,7 +156,7 @@ class Outlook:
         """Return the refusal of a sequence that is `too_late`."""
         waiting, work = self._waiting[request_id], self.forecast.work_of(request_id)
         assert waiting.target_ttft_s is not None
-        assert work is not None, "whoever is too late has a forecast"
+        assert work is not None, "a request that is too late has a forecast"
         self.forecast.miss(request_id, now_s)
         least_s = max(now_s + work.computing_s - waiting.arrived_s, waiting.target_ttft_s)
         takes = f"about {least_s:.3g} s to the first token"

@@ -57,7 +57,7 @@ class PassageAnswer(Answer):
         return named_events(cast("Sequence[NamedEvent]", events))
 
     def is_small(self, batch: Sequence[Delta]) -> bool:
-        """Return whether the events are small; those that close a passage repeat all of it."""
+        """Return whether the events are small. An event that closes a passage repeats all of it, so it may be large."""
         may_close = any(delta.finish_reason or delta.calls for delta in batch)
         return super().is_small(batch) and (not may_close or self.has_small_closing)
 

@@ -34,7 +34,7 @@ class Prepared:
 
 
 def check(model: ModelHandle, body: CompletionBody | ChatBody, targets: Targets = NO_TARGETS) -> None:
-    """Check a request as far as that costs nothing.
+    """Make the checks of a request that cost nothing.
 
     Raises:
         ApiError: 503 unless the engine takes requests, 400 for a field that is not taken or a model of another task,
@@ -62,8 +62,8 @@ def check_admission(model: ModelHandle, priority: int | None) -> None:
 def wanted_targets(model: ModelHandle, body: CompletionBody | ChatBody, asked: Targets) -> Targets:
     """Return the targets of a request: those that it asks for, or else its model's.
 
-    A model's own targets are not for requests that may wait (`flex`, `batch`). And its `target_tpot` refuses no request
-    while nothing else runs: a model that is slower by itself would serve none at all.
+    A model's own targets do not apply to requests that may wait (`flex`, `batch`). Its `target_tpot` refuses no request
+    while nothing else runs: otherwise a model that is slower than its own target would serve nobody.
     """
     if tier_of(body.service_tier, model.policy.max_tier) in ("flex", "batch"):
         return asked
@@ -76,7 +76,7 @@ def _priority(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
 
 
 def _least_tokens(model: ModelHandle, body: CompletionBody | ChatBody) -> int:
-    """Return the fewest tokens that the first prompt may have: a chat template or a cut may leave out most of it."""
+    """Return the fewest tokens of the first prompt, of which a chat template or a cut may leave out most."""
     if isinstance(body, ChatBody) or body.truncate_prompt_tokens is not None:
         return 1
     prompt = body.prompts[0]

@@ -78,9 +78,7 @@ class SamplingFields(ModelBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(
-        None, description="`-1`: as if left out"
-    )
+    seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = Field(None, description="`-1`: no seed")
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -88,7 +86,7 @@ class SamplingFields(ModelBody):
     cache_salt: CacheSalt | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     return_cached_tokens_details: bool | None = Field(
-        None, description="`usage` says where the KV of cached tokens lay"
+        None, description="Whether `usage` says in which tiers cached tokens were found"
     )
 
     def shared_fields(self) -> dict[str, Any]:
@@ -100,7 +98,7 @@ class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     """The fields that completions and chat completions have in common."""
 
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Neither a stop token nor an end of sequence, ignored or not, comes before"
+        None, description="No stop token and no end of sequence (not even an ignored one) comes before this many tokens"
     )
     n: Annotated[int, Field(ge=1, le=LIMITS.choices)] | None = None
     stop: StopString | StopList | None = None
@@ -109,10 +107,14 @@ class GenerationBody(SamplingFields, StructuredFields, TruncationFields):
     skip_special_tokens: bool | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokenIds | None = Field(
-        None, description="The answer has no others, not even the end of sequence. Not with a structured output"
+        None,
+        description=(
+            "The only tokens that may be drawn: without the end of sequence among them, the answer cannot end with it. "
+            "Not with a structured output"
+        ),
     )
     bad_words: BadWords | None = Field(
-        None, description="Texts that the answer does not have, at the beginning of a word or behind a space"
+        None, description="Texts that the answer must not contain, with or without a space before them"
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=LIMITS.logprobs)] | None = None
     stream_options: StreamOptions | None = None
@@ -211,7 +213,7 @@ class ChatMessage(Body):
     tool_calls: ToolCallMessages | None = None
     tool_call_id: Label | None = None
     reasoning_content: Text | None = None
-    reasoning: Text | None = Field(None, description="As `reasoning_content`, and before it")
+    reasoning: Text | None = Field(None, description="The same as `reasoning_content`, over which it takes precedence")
     # OpenAI's client adds it to answers to `parse`, which come back with the conversation.
     parsed: Any = Field(None, description="Accepted, not used")
     # LiteLLM and OpenRouter add these to answers, with reasoning that the fields above have already.
@@ -275,7 +277,7 @@ class ChatBody(GenerationBody, ToolFields, TemplateFields):
     verbosity: Verbosity | None = Field(None, description="Accepted, not used")
     include_reasoning: bool | None = Field(None, description="`false`: the answer leaves out its reasoning")
     thinking_token_budget: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
-        None, description="After so many tokens the reasoning is ended. `-1`: as if left out"
+        None, description="The reasoning is ended after this many tokens; `-1`: no limit"
     )
     prediction: Prediction | None = Field(None, description="Accepted, not used")
 

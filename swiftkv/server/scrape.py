@@ -1,4 +1,4 @@
-"""The text of the metrics, made once for all scrapes that wait for it, in short slices of time and not too often."""
+"""The text of the metrics: made once for all scrapes that wait for it, in short slices of time, and not too often."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class Found:
     """The tokens of a prompt's beginning that the engine was sent before.
 
     Attributes:
-        num_cached: Those of prompts that it has begun.
-        num_coming: Those after them, of prompts that wait.
+        num_cached: The tokens of prompts that it has begun, which it should have in its cache.
+        num_coming: The tokens after those, of prompts that wait: it will have them once these prompts have begun.
     """
 
     num_cached: int = 0
@@ -39,7 +39,7 @@ class _Waiting:
 class SentPrefixes:
     """Remembers the latest tokens, as many as the engine's memory holds.
 
-    An engine also keeps answers, and forgets in an order of its own, so it may find more or less.
+    An engine may find more, because it also keeps answers, or less, because it evicts in an order of its own.
     """
 
     def __init__(self) -> None:

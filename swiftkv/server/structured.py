@@ -21,7 +21,7 @@ Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=L
 class JsonSchemaFormat(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: Label | None = None
-    schema_: Annotated[JsonSchema | None, Field(alias="schema", description="Left out: any JSON object")] = None
+    schema_: Annotated[JsonSchema | None, Field(alias="schema", description="Default: any JSON object")] = None
     strict: bool | None = Field(None, description="The schema constrains the answer in either case")
 
 

@@ -14,7 +14,7 @@ _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The seconds within which the first token, and each further one, is wanted; `None`: no limit."""
+    """The seconds within which the first token, and each further one, must come; `None`: no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -39,7 +39,7 @@ def asked_targets(headers: Mapping[str, str]) -> Targets:
 
 
 def target_ttft_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds within which the first token is wanted, `None` if no header says so.
+    """Return the target for the first token, in seconds; `None` if no header names one.
 
     Raises:
         ApiError: 400 unless it is a number of milliseconds above 0.
@@ -48,7 +48,7 @@ def target_ttft_s(headers: Mapping[str, str]) -> float | None:
 
 
 def target_tpot_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds within which each token after the first is wanted, `None` if no header says so.
+    """Return the target for each token after the first, in seconds; `None` if no header names one.
 
     Raises:
         ApiError: 400 unless it is a number of milliseconds above 0.

@@ -22,7 +22,7 @@ TemplateVariables = Annotated[
 
 class TemplateFields(Body):
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables of the chat template")
-    add_generation_prompt: bool | None = Field(None, description="Left out: true, unless a message is continued")
+    add_generation_prompt: bool | None = Field(None, description="Default: true, unless a message is continued")
     continue_final_message: bool | None = None
     chat_template: Annotated[str, Field(max_length=LIMITS.template_chars)] | None = Field(
         None, description="Only where `models[].trust_request_chat_template` allows it, and not in `/tokenize`"

@@ -39,7 +39,7 @@ class Sender:
     is_private: bool = False
 
     def salt(self, cache_salt: str | None) -> str:
-        """Return the salt of a request: no `cache_salt` that a client can write makes it that of another tenant.
+        """Return the salt of a request. No `cache_salt` from a client makes it equal to another tenant's.
 
         Names have no NUL, so the first NUL ends the part that the node wrote.
         """

@@ -29,7 +29,7 @@ from swiftkv.server.truncation import Truncation
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text needs no threads, which each model has already
 _SHOWN_CHARS = 512  # the most of an error, which may quote a message
-# A code point that stands for no character, and so occurs in no special token.
+# A code point that stands for no character, so no special token contains it.
 _MARK = "\ufdd0"
 _PROBE = [
     {"role": "user", "content": "a b"},
@@ -183,7 +183,7 @@ class Tokenizer:
         return max(1, ceil_div(num_chars, self._max_chars_per_token))
 
     def refuse_hopeless(self, num_chars: int, max_tokens: int, field: str, cut: Truncation | None = None) -> None:
-        """Refuse a text that certainly has more than `max_tokens` tokens, without tokenizing it.
+        """Refuse a text that must have more than `max_tokens` tokens, without tokenizing it.
 
         A text that is to be cut may have more, as long as tokenizing it does not take too long.
 

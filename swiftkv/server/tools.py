@@ -67,8 +67,8 @@ class ToolCallMessage(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it: arguments are an object.
 
-        An answer may have other arguments, cut off by its limit or written wrong by the model. They come back with the
-        conversation, which has to go on; the model sees them as one text.
+        The arguments of an earlier answer may be cut off or malformed. They come back with the conversation, which must
+        go on, so the model sees them as one text.
         """
         text = self.function.arguments
         arguments = read_arguments(text) if text else {}

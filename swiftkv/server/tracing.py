@@ -1,6 +1,6 @@
-"""Traces of requests: the context that a client sends and gets, and the figures of each request, for a thread to send.
+"""Traces of requests: the trace context in headers, and the figures of each request, which a thread sends.
 
-On the event loop a trace costs only the filling of a record. `server.otlp` makes the spans.
+On the event loop, only a record is filled. `server.otlp` makes the spans.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ UNFINISHED = {
     "expired": LineFailure("batch_expired", "This request could not be executed before the completion window expired."),
     "cancelled": LineFailure("batch_cancelled", "This request was not executed because the batch was cancelled."),
 }
-"""The failure, by the status that a batch enters, of its lines without a result."""
+"""The failure of lines without a result, by the status that ends their batch."""
 
 
 @dataclass(frozen=True, slots=True)

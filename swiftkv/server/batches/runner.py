@@ -93,7 +93,7 @@ class BatchRunner:
             await self._abandon(list(self._running.values()))
 
     async def _round(self) -> float | None:
-        """Move batches on; return the seconds until there may be more to do, `None` if only a change brings more."""
+        """Move batches on; return the seconds until there may be more to do, `None` if only a change can bring more."""
         for model in self._models.all():
             self._metrics.batch_sequences.labels(model.name).set(
                 sum(running.num_in_engine for running in self._lines_of(model))
@@ -223,7 +223,10 @@ class BatchRunner:
             return _Result(refused(running.line.custom_id, error), has_failed=True)
 
     def _may_run_again(self, running: _Running, error: ApiError) -> bool:
-        """Note that a line was refused; return `False` if its model is gone or engines died too often while it ran."""
+        """Note that a line was refused, and return whether it may run again.
+
+        It may not if its model is gone, or if engines died too often while it ran.
+        """
         line = running.line
         # Other lines may need less memory than one for which not enough was lent.
         retry_s = 0.0 if error.code == NO_KV_CACHE else error.retry_after_s

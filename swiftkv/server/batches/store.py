@@ -1,4 +1,4 @@
-"""Files and batches on disk: SQLite holds all that changes, a directory the bytes of files.
+"""Files and batches on disk: SQLite holds everything that changes, and a directory holds the bytes of files.
 
 A `Store` belongs to the thread that opened it. Each of its methods is one transaction or none, so that a process which
 is killed in the middle loses at most what it was about to write.

@@ -68,7 +68,7 @@ async def receive_upload(request: Request, storage: Storage) -> StoredFile:
 
 
 def _refuse_other_origins(request: Request) -> None:
-    """Raise `ApiError` 403 for a form from a web page of another site: a browser sends it without asking us first."""
+    """Raise `ApiError` 403 for a form from another site's page: a browser sends it without asking the node first."""
     origin = request.headers.get("origin")
     if origin is not None and _place_of(origin) != request.headers.get("host"):
         raise ApiError(403, "uploads from web pages of other sites are not accepted", code="origin_not_allowed")

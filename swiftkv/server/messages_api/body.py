@@ -225,7 +225,7 @@ Message = Annotated[
 
 
 class ClientTool(CachedPart):
-    # The first field: of a tool of another type, this error is to be told, and not that it lacks the others.
+    # The first field, so that a tool of another type is refused for its type, and not for the fields that it lacks.
     type: Annotated[Literal["custom"] | None, BeforeValidator(OnlyKinds("custom", because=NO_SERVER_TOOLS))] = None
     name: FunctionName
     input_schema: dict[str, Any]
@@ -273,11 +273,11 @@ class OutputConfig(Body):
 
 
 class ThinkingSettings(Body):
-    """Whether the model is to think, if its chat template leaves a choice."""
+    """Whether the model shall think, if its chat template leaves the choice."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="After so many tokens the thoughts are ended, if the model ends them with a tag"
+        None, description="The reasoning is ended after this many tokens, if the model ends it with a tag"
     )
     display: Literal["summarized", "omitted"] | None = Field(None, description="Accepted, not used")
 
@@ -291,8 +291,8 @@ class MessageMetadata(Body):
 class MessagesChat(ChatBody):
     """The chat that a request is translated to.
 
-    Clients of this API send limits with each request, whatever the model. So these are refused neither for being too
-    much, nor where the thoughts of a model cannot be ended.
+    Clients of this API send the same limits to every model. So a limit is not refused for being too high, nor because
+    the model's reasoning cannot be ended.
     """
 
     must_fit: ClassVar[bool] = False

@@ -24,7 +24,7 @@ class PooledBody(ModelBody):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     return_cached_tokens_details: bool | None = Field(
-        None, description="`usage` says where the KV of cached tokens lay"
+        None, description="Whether `usage` says in which tiers cached tokens were found"
     )
     user: Label | None = Field(None, description="Accepted, not used")
     padding: Annotated[None, Unsupported("do_not_pad")] = None
@@ -50,7 +50,9 @@ class EmbeddingBody(PooledBody, TruncationFields):
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
         None, description="The length of an embedding, one of those that the model was trained for"
     )
-    prompt_name: Label | None = Field(None, description="One of the checkpoint's prompts, to stand before each text")
+    prompt_name: Label | None = Field(
+        None, description="The name of one of the checkpoint's prompts, which is put before each text"
+    )
     add_special_tokens: bool | None = None
     use_activation: bool | None = Field(None, description="false: embeddings are not normalized to length 1")
     embed_dtype: Annotated[None, Unsupported("float32")] = None
@@ -77,7 +79,7 @@ Sides = tuple[Side, Side]
 class ScoringBody(PooledBody, TruncationFields):
     """The fields that requests for scores have, whichever way they give their texts."""
 
-    instruction: Text | None = Field(None, description="The instruction in place of the checkpoint's")
+    instruction: Text | None = Field(None, description="An instruction that replaces the checkpoint's")
     use_activation: Annotated[None, Unsupported(True)] = None
 
 
@@ -126,7 +128,7 @@ class RerankBody(ScoringBody):
     query: Text
     documents: Annotated[list[Document], Field(fail_fast=True, min_length=1, max_length=LIMITS.texts)]
     top_n: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(None, description="0: all")
-    return_documents: bool | None = Field(None, description="false: the answer does not repeat them")
+    return_documents: bool | None = Field(None, description="false: the answer does not repeat the documents")
     max_tokens_per_doc: Annotated[None, Unsupported()] = None
     max_chunks_per_doc: Annotated[None, Unsupported()] = None
     rank_fields: Annotated[None, Unsupported(["text"])] = None

@@ -1,4 +1,4 @@
-"""Has an engine compute prompts for the output at their last positions, and counts their tokens."""
+"""Has an engine compute prompts, takes the outputs at their last positions, and counts their tokens."""
 
 from __future__ import annotations
 

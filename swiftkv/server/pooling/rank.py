@@ -58,7 +58,7 @@ async def _scores(
     prompts = await model.in_threads(lambda: _asked(model, sides, body), num_bytes)
     pooled = await pool(model, prompts, model.scoring.pooling, body, record)
     yes, no = pooled.rows.astype(np.float64).T
-    return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # the softmax over both, of yes
+    return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # the softmax over the two logits, at yes
 
 
 def _pairs(sides: Sides) -> list[tuple[str, str]]:

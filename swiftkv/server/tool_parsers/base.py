@@ -38,7 +38,7 @@ ToolEvent = Said | CallBegun | ArgumentsGrown
 
 
 class ArgumentWriter:
-    """Writes the arguments of calls as JSON, for models that write them otherwise: each comes when it is whole."""
+    """Writes arguments of calls as JSON, for models that write them in another form. Each is sent when it is whole."""
 
     def __init__(self) -> None:
         self._comma = ""
@@ -67,7 +67,7 @@ class ToolFunction:
 
 
 class ToolParser(ABC):
-    """Parses one answer. However its text is cut into pieces, the events together say the same."""
+    """Parses one answer. Taken together, its events do not depend on how the text is cut into pieces."""
 
     template_mark: ClassVar[str]
     """A text that occurs in the chat templates of such models."""
@@ -77,7 +77,7 @@ class ToolParser(ABC):
     holds_calls: ClassVar[bool] = True
     """Whether a grammar can force an answer to be calls."""
     call_opening: ClassVar[str | None] = None
-    """The text that calls begin with and JSON never does; `None` if a call may look like another answer."""
+    """The text with which calls begin, and no JSON does; `None` if a call may look like another answer."""
 
     call_tags: ClassVar[Sequence[str]] = ()
     """Texts that are one token of most such models; `call_grammar` names them `tag_0`, `tag_1` and so on."""

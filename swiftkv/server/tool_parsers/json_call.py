@@ -54,7 +54,7 @@ class JsonValue:
 
 
 class JsonCall:
-    """One call. Text that is no call, or a call without a name, is broken: the text is for the user."""
+    """Reads one call. If the text is no call, or has no name, the call is *broken*: the text is for the user."""
 
     def __init__(self, *, needs_arguments: bool = False, names: Collection[str] | None = None) -> None:
         """Prepare to read one call, or another object.

@@ -123,7 +123,7 @@ class MistralParser(SteppedParser):
         return True
 
     def _be_text(self, events: list[ToolEvent], text: str = "") -> bool:
-        """Note that what follows is text, as what looked like a call is: `text` and what stood before it."""
+        """Go on as text: what looked like a call is text for the user, `text` and what stood before it included."""
         if self._opening + text:
             events.append(Said(self._opening + text))
         self._is_text, self._opening = True, ""
