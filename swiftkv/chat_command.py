@@ -24,8 +24,10 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All but tab and newline: with these, an answer could change the terminal."""
 _PLACES = {"peer": "in lent memory", "host": "in host memory", "storage": "in storage"}
 _SHORTEST_PART = 0.1
-"""The part of an answer's time that pieces after the first one must take, or they tell nothing about the model's pace:
-tokens were held back on their way, as those of a tool call are."""
+"""The least part of an answer's time that the pieces after the first must take.
+
+If it is less, tokens were held back on their way, as those of a tool call are, and show nothing of the model's speed.
+"""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 Show = Callable[[str], None]
@@ -104,7 +106,7 @@ class Conversation:
 
 
 def _as_unicode(text: str) -> str:
-    """Return a text of the command line or of standard input, with a mark in place of bytes that are not UTF-8."""
+    """Return a text from the command line or standard input, in which a mark replaces bytes that are not UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""The `swiftkv` command. Each subcommand makes its imports when it runs: `--help` and `plan` start without torch."""
+"""The `swiftkv` command. Subcommands import what they need when they run: `--help` and `plan` start without torch."""
 
 from __future__ import annotations
 

@@ -289,12 +289,12 @@ def parse_config(raw: object) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is written twice, of which PyYAML keeps the last, and text that its type cannot have."""
+    """Refuses a key that is written twice, of which PyYAML keeps the last, and text that is no value of its type."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, AttributeError):  # of a 30th of February, for instance
+        except (ValueError, LookupError, AttributeError):  # such as a 30th of February
             problem = f"{show(node.value)} is no value that can be read"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 

@@ -1,6 +1,6 @@
 """The types of the fields in all sections of the YAML file, and the words in which messages describe them.
 
-A field's description finishes the sentence "'x' is not ...": every message about the field tells by it what is right.
+A field's description finishes the sentence "'x' is not ...", so every message about the field says what would be right.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _KEY_OF_FLAG = {
 }
 """The keys that do what vLLM's flags do, where the names differ."""
 _UNUSABLE = re.compile(r"[\0\ud800-\udfff]")
-"""NUL, and the halves of characters that JSON writes as pairs, which YAML does not join."""
+"""NUL, and lone surrogates: JSON writes some characters as two of them, which YAML does not join."""
 
 
 def describe_mistakes(error: ValidationError, root: type[BaseModel]) -> str:
@@ -43,7 +43,7 @@ def describe_mistakes(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def mistakes_about_text(raw: object) -> Iterator[str]:
-    """Yield a line for each text in mappings and lists that neither a file's name nor a message can be."""
+    """Yield a line for each text in mappings and lists with characters that no file's name and no message can have."""
     seen = set()  # with YAML's anchors, a list may have itself, or another one many times
     left: deque[tuple[tuple[int | str, ...], object]] = deque([((), raw)])
     while left:

@@ -215,7 +215,7 @@ class Node:
         """
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        async with AsyncExitStack() as ends:  # the last is called first, and each whatever becomes of the others
+        async with AsyncExitStack() as ends:  # called from the last to the first, each even if others fail
             ends.callback(self._exit_if_held_up)
             ends.callback(self._fleet.close)
             ends.push_async_callback(self._stop_engines)
@@ -247,7 +247,7 @@ class Node:
         await asyncio.gather(*(member.supervisor.stop() for member in self._fleet.members.values()))
 
     async def _on_disk(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, or give it up where the disk hangs: then its thread cannot be waited for."""
+        """Do `work`, but give it up if the disk hangs: nothing can interrupt the thread that waits for the disk."""
         try:
             async with asyncio.timeout(_DISK_S):
                 await work
@@ -269,7 +269,7 @@ class Node:
         self._stop.set()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Do `work`, but cancel it when the node is to stop; return whether it was done.
+        """Do `work`, but cancel it when the node stops; return whether it was done.
 
         Raises the error of `work`, or of one of the node's tasks meanwhile.
         """
@@ -342,7 +342,7 @@ class Node:
             await self._models.before_restart(name)
 
     async def _serve_http(self, handles: Sequence[ModelHandle]) -> RunningModels:
-        """Open the ports. The models may be changed once `begin` of the result was called."""
+        """Open the ports. Models can be changed only after `begin` of the result has been called."""
         from swiftkv.server.app import ServerSettings
         from swiftkv.server.models import ModelTable
         from swiftkv.server.tenants import senders_by_key

@@ -167,7 +167,7 @@ class EngineSupervisor:
         await asyncio.sleep(delay_s)
 
     async def _stay_down(self, end: _End) -> None:
-        """Wait until the engine is asked for: it ended too often, or starting it again could not help."""
+        """Wait until somebody asks for the engine, which ended too often, or which another start could not help."""
         name = self._config.name
         self._client.engine_down(end.how, state=EngineState.DOWN)
         self._say(f"{name}: the engine {end.how}; it stays down until you start it: swiftkv models start {name}")
@@ -176,7 +176,7 @@ class EngineSupervisor:
         self._client.engine_down(end.how)
 
     async def put_to_rest(self) -> None:
-        """End the process of a model that sleeps or is about to, and return once it can be woken, or is given up."""
+        """End the process of a model that sleeps or falls asleep. Return once the model can be woken or is given up."""
         await self.stop()
         at_rest = asyncio.create_task(self._at_rest.wait())
         given_up = asyncio.create_task(self._client.status.until(()))  # then `keep_running` may have ended
@@ -213,8 +213,8 @@ class EngineSupervisor:
     async def stop(self) -> None:
         """End the process, and return once it is gone; without one, do nothing.
 
-        Ask it to; if that does not help, close its standard input, which ends it, and at last send SIGKILL. It has time
-        to write to storage before that.
+        First ask the engine to end. If that does not help, close its standard input, which ends it, and at last send
+        SIGKILL. Before its input is closed, the engine has time to write to storage.
         """
         process, life = self._process, self._life
         if process is None or life is None:
@@ -248,7 +248,7 @@ class EngineSupervisor:
         self._client.expect(config.incarnation)
         self._client.load_meter.give_way(give_way_s)
         command = module_command("swiftkv.engine.main", config.name)  # the name is for `ps`
-        # A session of its own: Ctrl-C in a terminal is for the node, which then stops its engines in order.
+        # In a session of its own, the engine gets no Ctrl-C of the terminal: the node stops its engines in order.
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -275,11 +275,11 @@ class EngineSupervisor:
         return life
 
     def _cannot_start(self, error: OSError) -> EngineError:
-        """Return the error where there is no memory, process or open file to be had."""
+        """Return the error for a process that cannot be started, for lack of memory, processes or open files."""
         return EngineError(f"{self._config.name}: the engine cannot be started: {error.strerror}")
 
     async def _see_through(self, process: Process, watch: EngineWatch) -> _End:
-        """Wait until the process ends; end it if it does not load in time, hangs, or sends a malformed message."""
+        """Wait until the process ends, and end it if it does not load in time, hangs, or sends a malformed message."""
         exited = asyncio.create_task(process.wait())
         receivers = [asyncio.create_task(self._client.receive())]
         watchers: dict[EndCause, asyncio.Task[str]] = {
@@ -316,7 +316,7 @@ class EngineSupervisor:
         return None
 
     async def _until_overdue(self) -> str:
-        """Return a description once the engine takes too long to load its model, at its start or when it wakes."""
+        """Wait until the engine takes too long to load its model, at its start or on waking; return a description."""
         timeout_s = self._node.load_timeout
         try:
             while not self._client.status.is_draining:

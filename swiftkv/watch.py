@@ -19,7 +19,7 @@ _PING_INTERVAL_S = 10.0
 _NOTICEABLE_S = 5.0
 _SLOW_S = 10.0
 _BUSY = 0.2  # part of a core
-_TIMES_THE_LONGEST = 3.0  # a round of the step loop may take this many times as long as the longest before it
+_TIMES_THE_LONGEST = 3.0  # the most that a round of the step loop may take, as a multiple of the longest before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class EngineWatch:
         return self._idle_s >= 2 * _INTERVAL_S or self._unanswered_s > 0
 
     async def until_hung(self, waits_for_others: Callable[[], bool]) -> str:
-        """Look about every second, and return a reason once the step loop is hung. Waits for others do not count."""
+        """Look about every second; return a reason once the step loop is hung. Waiting for others does not count."""
         clock = _Clock(_INTERVAL_S if self._watchdog_s is None else min(_INTERVAL_S, self._watchdog_s / 8))
         while True:
             interval = await clock.tick()
@@ -123,7 +123,7 @@ class EngineWatch:
                 self._owes_extents = any(link.counts.get("recalled") for link in state.borrows)
 
     def _count(self, sample: ProgressSample, interval: _Interval, waits_for_others: Callable[[], bool]) -> None:
-        """Add up the time without progress, and the part of it for which the engine is to blame."""
+        """Add up the time without progress, and the part of it that counts against the engine."""
         if sample.ticks != self._ticks:
             self._ticks, self._progress_s = sample.ticks, interval.now_s
             self._idle_s = self._hung_s = 0.0
