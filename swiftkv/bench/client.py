@@ -107,7 +107,7 @@ async def _read_stream(response: httpx.Response, answer: TimedAnswer) -> None:
 
 
 def take_event(answer: TimedAnswer, event: Mapping[str, Any], came_s: float) -> None:
-    """Enter what an event of a stream says, and when it came by `time.perf_counter()`."""
+    """Add an event of a stream to the answer; it came at `came_s` by `time.perf_counter()`."""
     if "error" in event:
         answer.error = str(event["error"])
         return

@@ -120,7 +120,7 @@ def multi_turn(
 def sharegpt(
     path: Path, tokenizer: Any, rng: np.random.Generator, num_prompts: int, *, output_len: int | None
 ) -> list[Conversation]:
-    """Return the first question and the length of its answer of each conversation of a ShareGPT file, shuffled."""
+    """Return, shuffled, the first question of each conversation in a ShareGPT file, and the length of its answer."""
     entries = [turns for entry in _read_json(path) if len(turns := entry.conversations or []) >= 2]
     chosen: list[Conversation] = []
     for i in rng.permutation(len(entries)):

@@ -307,7 +307,7 @@ def _progress(total: int, *, hidden: bool) -> Iterator[Any]:
 def _directory_on_node(base_url: str, model: str) -> str | None:
     """Return the directory of a model's files, if a node on this machine serves it and lets this user ask.
 
-    No other machine is asked: the directory would not be here, and the admin key is not for it.
+    Other machines are not asked: their directories are not here, and the admin key must not be sent to them.
     """
     url = httpx.URL(base_url)
     if not is_loopback(url.host):
@@ -329,7 +329,7 @@ def _is_place(text: str | None) -> bool:
 
 
 def _place_of_tokenizer(told: str | None, model: str | None) -> str:
-    """Return where the server tells that its model is, or else `model` if that is a directory or hub id."""
+    """Return where the server says that its model is, or else `model` if that is a directory or hub id."""
     place = next((text for text in (told, model) if text is not None and _is_place(text)), None)
     if place is None:
         raise UsageError(

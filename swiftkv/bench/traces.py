@@ -43,11 +43,11 @@ class Arrival:
     """The identity of each `block_tokens` tokens of the prompt."""
     block_tokens: int = BLOCK_TOKENS
     flow: int = 0
-    """The share of the engine that it takes from; traces do not tell."""
+    """The flow that it belongs to; traces do not say."""
     priority: int = 0
-    """Its priority in the scheduler; traces do not tell."""
+    """Its priority in the scheduler; traces do not say."""
     conversation: int | None = None
-    """The conversation that it is a turn of, if it is known: the client sends the next turn when it has the answer."""
+    """The conversation that this is a turn of, if known: the client sends the next turn when it has the answer."""
 
     def prompt(self) -> npt.NDArray[np.int32]:
         """Return token ids, [input_tokens]: each is the id of its block, since prompts are only compared."""

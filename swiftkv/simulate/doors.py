@@ -1,4 +1,4 @@
-"""The decision which requests that arrive at a simulated engine are let in."""
+"""Doors decide which of the requests that arrive at a simulated engine are let in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def same_for_all(target_s: float) -> Target:
 
 
 class OpenDoor:
-    """Lets every request in. It gets the news that a gateway gets of its engine, with times of the simulation."""
+    """Lets every request in. It is told what a gateway hears of its engine, with times of the simulation."""
 
     def __init__(self, target_ttft_s: Target | None = None) -> None:
         self.target_ttft_s = target_ttft_s or same_for_all(10.0)

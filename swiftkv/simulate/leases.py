@@ -238,7 +238,7 @@ class VirtualWire:
 
 
 class _PoolsOfNobody:
-    """The pools of lenders in a simulation, which have no bytes."""
+    """Stands for the pools of lenders, which have no bytes in a simulation."""
 
     def find(self, store_path: str) -> PeerHandle:
         return PeerHandle(pid=0, fd=-1, device=0, inode=0, nbytes=0, store_path=store_path, secret="")

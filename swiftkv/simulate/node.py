@@ -14,7 +14,7 @@ from swiftkv.simulate.doors import OpenDoor
 from swiftkv.simulate.leases import Clock, Leases, LeaseTotals
 from swiftkv.simulate.simulator import EngineRun, Outcome, StepTime
 
-_LOOK_AGAIN_S = 0.1  # after this an engine that can run nothing tries again, as a real one does
+_LOOK_AGAIN_S = 0.1  # the time after which an engine that could run nothing tries again, as a real one does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def simulate_together(models: Sequence[SimulatedModel], num_cores: int, max_wait
     """Serve the arrivals of every model until the last has ended; return each model's outcome, by name.
 
     Models on one GPU compute in turns of equal length, as a device divides its time. A request that fits only into
-    borrowed memory is given up if that has not been lent for `max_wait_s`.
+    borrowed memory is given up after waiting for it for `max_wait_s`.
     """
     node = NodeRun(models, num_cores, max_wait_s)
     try:
@@ -143,7 +143,7 @@ class NodeRun:
         return max(self.clock.now_s, min(*moments, self._leases.next_s))
 
     def _look(self, number: int, engine: _Engine) -> bool:
-        """Have an idle engine try to begin a step if there may be one to begin; return whether it tried."""
+        """Have an idle engine try to begin a step, if there may be something to run; return whether it tried."""
         now_s = self.clock.now_s
         if engine.run.is_in_step:
             return False

@@ -20,7 +20,7 @@ _QUANTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 
 @dataclass(frozen=True)
 class Targets:
-    """The promise to a request, in seconds; `None` promises nothing."""
+    """The targets of all requests, in seconds; `None` means no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -21,7 +21,7 @@ from swiftkv.simulate.doors import OpenDoor
 from swiftkv.simulate.step_times import GatewayTime
 
 _FIRST_ANSWER_ID = 1 << 30
-"""The first token id that stands for answers: every request has its own, so that no two answers are alike."""
+"""The first of the token ids that stand for answers. Every request has its own, so no two answers are alike."""
 _NO_STOP = np.array([], np.int32)
 
 StepTime = Callable[[StepPlan], float]
@@ -146,12 +146,12 @@ def simulate(
     door: OpenDoor | None = None,
     begins_s: Sequence[float] = (),
 ) -> Outcome:
-    """Serve `arrivals`, ordered by time, that `door` lets in, until the last one's end.
+    """Serve those of `arrivals`, ordered by time, that `door` lets in, until the last one has ended.
 
-    With `num_clients` their times do not count: each of that many clients sends a request, waits for the answer, and
-    sends the next turn of the conversation or, at its end, begins with the next request that has no client.
-    With `begins_s`, the times at which the steps of a recording began, steps begin then, because an engine also works
-    between its steps.
+    With `num_clients` the times of arrivals do not count. Each of that many clients sends a request, waits for the
+    answer, and sends the next turn of the conversation; after the last turn it takes the next request that has no
+    client. With `begins_s`, the times at which the steps of a recording began, steps begin at these times: a real
+    engine also works between its steps.
     """
     return serve_alone(EngineRun(scheduler, max_model_len, step_time, arrivals, num_clients, door), begins_s)
 

@@ -109,10 +109,10 @@ def parse_step_times(metrics_text: str) -> dict[str, dict[str, float]]:
 
 
 def _usual(samples: Iterable[Sample]) -> dict[str, float]:
-    """Return the usual time of each model's histogram that is not empty: the mean, unless bursts have raised it.
+    """Return a usual time for each model whose histogram is not empty: the mean, unless bursts have raised it.
 
-    Requests that come all at once wait for the gateway, perhaps seconds. So the mean counts up to twice the time within
-    which a quarter of the requests were ready.
+    Requests that come all at once wait for the gateway, perhaps seconds. So a mean above twice the time within which a
+    quarter of the requests were ready counts as twice that time.
     """
     sums: dict[str, dict[str, float]] = {}
     counts: dict[str, list[tuple[float, float]]] = {}  # by model: bounds in seconds, and how many were within
