@@ -9,11 +9,11 @@ for a while, sometimes for longer than the node's watchdog; TMPDIR, where the no
 private mount namespace; where the system does not permit one, the program says so and leaves those faults out.
 
 A node that lends nothing has answered every question before. Checked: no token of any answer is wrong, not even of one
-that broke off. No request failed on a model that was left alone, which means that its own engine had no fault from the
-request's beginning to its end, nor in the seconds before. After the first minute and at the end the faults cease, and
-all must be as before: every model ready and answering, every worker attached, every block of every pool in one state,
-both sides agreeing on the leases; and between these two moments neither the gateway nor an engine has grown.
-The exit status is 1 if a check failed.
+that broke off. No request failed on a model that was left alone: one whose own engine had no fault from some seconds
+before the request until its end. After the first minute and at the end the faults cease, and all must be as before:
+every model ready and answering, every worker attached, every block of every pool in one state, both sides agreeing on
+the leases; and between these two moments neither the gateway nor an engine has grown. The exit status is 1 if a check
+failed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from swiftkv.simulate.simulator import Outcome, simulate
 
 _MAX_MODEL_LEN = 8192
 _SHORT_OF = {"slots": (8, 200_000), "memory": (64, 12_000)}
-"""The number of slots and of the pool's tokens, by which of the two is scarce."""
+"""The number of slots and of tokens in the pool, for each of the two that is scarce."""
 _LOWER = {"in order": 1, "flex": _core.PRIORITIES_PER_CLASS, "batch": 2 * _core.PRIORITIES_PER_CLASS}
 """The priority of the lower class; that of `default` is 0."""
 

@@ -42,9 +42,9 @@ POLICIES: dict[str, SchedulingPolicy] = {
 
 
 class LongestPrefixRun(EngineRun):
-    """An engine that is handed waiting requests, longest cached prefix first, as many as its next step can take.
+    """An engine that is given the waiting requests with the longest cached prefixes, as many as its next step can take.
 
-    Its own scheduler serves in order of arrival. The latest prompts that it was handed count as cached, as many as its
+    Its own scheduler serves in order of arrival. The latest prompts that it was given count as cached, as many as its
     memory holds.
     """
 

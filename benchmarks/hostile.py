@@ -3,23 +3,23 @@
     python benchmarks/hostile.py --markdown
     python benchmarks/hostile.py --items parts-1 tokenize --seconds 10
 
-Starts a node of two models with `swiftkv serve`. Eight clients stream from one of them; each attack of
-hostile_items.py is sent to the other once a second for a minute, with the key of an ordinary client where it needs one.
-Before and after each attack there is a calm window of the same streams; an attack's ratio is to these two. If an attack
-makes the other engine compute (not if all of it is refused), the two engines share the machine as they would with
-ordinary requests. So as many ordinary requests a second are measured first (the controls), and the table also has the
-ratio to them.
+Starts a node of two models with `swiftkv serve`. Eight clients stream from one of them; each attack of hostile_items.py
+is sent to the other once a second for a minute, with the key of an ordinary client where it needs one. Before and after
+each attack there is a calm window of the same streams; an attack's ratio is to these two. If an attack makes the other
+engine compute (not if all of it is refused), the two engines share the machine, as they would with ordinary requests.
+So the same number of ordinary requests a second is measured first (the controls), and the table also has the ratio to
+them.
 
-Attacker, probes and streams are processes of their own. The attacker runs only when no other process would
-(SCHED_IDLE), because it would be on another machine; probes and streams run before all others where the system permits
-it (SCHED_RR, as root), because they would have machines of their own. The engine that streams has one core, and all
-other processes share the rest; with --shared-cores the system decides. With --decoy the attacks go to a server beside
-the node that only refuses them (hostile_decoy.py): then the streams show the price of sharing a core with any server.
-After a failed attack the node is started anew, so that nothing left behind counts against the next attack.
+Attacker, probes and streams are processes of their own. In reality the attacker would be on another machine, so it runs
+only when no other process would (SCHED_IDLE). Probes and streams would have machines of their own, too, so they run
+before all others where the system permits it (SCHED_RR, as root). The engine that streams has one core, and all other
+processes share the rest; with --shared-cores the system decides. With --decoy the attacks go to a server beside the
+node that only refuses them (hostile_decoy.py): then the streams show the price of sharing a core with any server. After
+a failed attack the node is started anew, so that nothing left behind counts against the next attack.
 
 Asked for: `/health` within 100 ms (P99 50 ms) and always answered; the P99 time between tokens at most 1.2 times the
-calm one; the gateway's memory at most 200 MiB above its start; no stream that fails. `cores` in the result: only the
-time between tokens is longer, and at most 1.2 times that of the control. The exit status is 1 if an attack failed.
+calm one; the gateway's memory at most 200 MiB above its start; no stream that fails. The result `cores` means that only
+the time between tokens is longer, and at most 1.2 times that of the control. The exit status is 1 if an attack failed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Result:
 
     @property
     def ratio_to_control(self) -> float | None:
-        """The ratio to the control; `None` if the engine computed nothing, as sharing its cores is no excuse then."""
+        """The ratio to the control; `None` if the engine computed nothing, and so took no cores from the streams."""
         computed = any(self.answers.get(answer) for answer in COMPUTED)
         return self.attack.p99_gap_ms / self.control_gap_ms if computed and self.control_gap_ms else None
 

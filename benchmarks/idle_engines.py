@@ -1,4 +1,4 @@
-"""Measure what three idle engines cost a busy one: its decode rate while they wait, and while they are stopped.
+"""Measure the cost of three idle engines to a busy one, by its decode rate while they wait and while they are stopped.
 
 A stopped process costs nothing, so the ratio of the two rates is the cost of waiting. Also prints the processor time
 that the idle engines took. Target: no cost.

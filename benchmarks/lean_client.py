@@ -1,4 +1,4 @@
-"""Streams a completion over a socket, and does as little as it can meanwhile.
+"""Streams a completion over a socket, doing as little work as possible meanwhile.
 
 A client on the same machine shares the cores and caches of the server that it measures: while a model computes, httpx
 sees a first token 4 to 13 ms later than this. Here a request is bytes before it is timed, and its answer is read as

@@ -7,8 +7,8 @@ GPU of its own, whose pool is 0.9 of the GPU's memory less the weights (float16)
 token are the real ones, so blocks, extents and the split of the master's pool come out as they would there; weights are
 random and narrow.
 
-A length is served if a prompt that is one token shorter is answered with one token. A context one token longer than the
-plan's longest must be refused, for lack of memory and not of positions, so `max_model_len` is larger.
+A length is served if a prompt that is one token shorter is answered with one token. A context that is one token longer
+than the plan's longest must be refused for lack of memory, not for its length, so `max_model_len` is larger.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ round, and the other one is held still. The master has one core and the worker a
 with --shared-cores the system decides.
 
 Prints time to first token and time per output token of the worker's requests: the median over rounds of the ratio of
-medians, and the ratio of P99 over all rounds; and how much the master loaded and stored meanwhile, because the figures
-would look as good if it had not streamed.
+medians, and the ratio of P99 over all rounds; and how much the master loaded and stored meanwhile, because without
+streaming the figures would look good, too.
 """
 
 from __future__ import annotations

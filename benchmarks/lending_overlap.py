@@ -12,9 +12,9 @@ an idle worker:
 
 `load` and `store` are the time of the copies, `exposed` is the time that computing waited for them, all as a part of
 the time to first token. The target is 1 % exposed, where the link allows it: copies must take less time than the layers
-they hide behind. So the report also has the speed of the link (one thread that copies in shared memory) and what it
-means, and the ratio of the time to first token to that without lending, which counts everything: on a machine whose
-cores share their memory bandwidth, even hidden copies slow computing down.
+they hide behind. So the report also says how fast the link is (one thread that copies in shared memory) and whether
+that is enough. The ratio of the time to first token to that without lending counts everything: on a machine whose cores
+share their memory bandwidth, even hidden copies slow computing down.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ calm times, as the median over cycles of the ratio within a cycle.
 
 After --warm cycles, and after each later one, the node's processes and files, `/dev/shm`, and the threads and open
 files of the gateway and the two engines are listed; asked for: nothing is added that stays. Their private memory is
-read too; asked for: it grows by less than --growth-kib, from the least of the first half of all cycles to the least of
-the second, however many they are: what a process keeps once does not grow with them, and a leak does. That takes a
-hundred cycles to tell, not ten. The exit status is 1 if a check failed.
+read too; asked for: from the least of the first half of all cycles to the least of the second half, it grows by less
+than --growth-kib. Memory that a process keeps once does not grow with the number of cycles, but a leak does; it takes a
+hundred cycles to tell the two apart, not ten. The exit status is 1 if a check failed.
 
 `--streams 0 --calm-s 0` checks only what is left behind, in a fraction of the time: in each cycle the two models answer
 one request each.

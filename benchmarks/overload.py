@@ -59,7 +59,7 @@ _MOST_RATIO = 1.5  # of forecast and target: the highest threshold that is tried
 
 
 class LateDoor(OpenDoor):
-    """Gives up each request that has no first token when it is due."""
+    """Gives up each request whose first token has not come when it is due."""
 
     def __init__(self, target_ttft_s: Target) -> None:
         super().__init__(target_ttft_s)
@@ -188,7 +188,7 @@ def alone_s(num_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fate of each request of a run, [N]."""
+    """The outcome for each request of a run, [N]."""
 
     outcome: Outcome
     target_s: npt.NDArray[np.float64]
@@ -217,7 +217,7 @@ class Verdict:
 
     @property
     def busy_after_part(self) -> float:
-        """How busy the engine was in the seconds after refusals; one that oscillates stands still then."""
+        """How busy the engine was in the seconds after refusals. If refusals oscillate, it stands still then."""
         outcome = self.outcome
         begin_s, end_s = outcome.step_end_s - outcome.step_s, outcome.step_end_s
         refused_s = outcome.arrival_s[self.is_refused]

@@ -7,8 +7,8 @@ server once for each load, in turns, and the result is the median over rounds of
     swiftkv serve node.yaml &  vllm serve CKPT --served-model-name small --port 8100 … &
     python benchmarks/peers.py swiftkv=http://127.0.0.1:8000 vllm=http://127.0.0.1:8100 --model small
 
-The first server is compared with the others. Any server will do that takes token ids at /v1/completions and streams.
-Loads: prefill of N tokens (one new token), decoding 128 tokens at batch B after a prompt of 128, the second turn of a
+The first server is compared with the others. A server must take token ids at /v1/completions, and stream. Loads:
+prefill of N tokens (one new token), decoding 128 tokens at batch B after a prompt of 128, the second turn of a
 conversation (2048 tokens that the server has seen, and 32 new ones), and saturation: a fixed number of requests at
 once, each followed by the next, of 512 tokens with answers of 128 as `vllm bench serve` sends them, or of the lengths
 in a trace (--trace azure_llm_code_2023.csv). Without --only, the loads of saturation are left out: each takes minutes.

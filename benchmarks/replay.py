@@ -18,9 +18,9 @@ token. So answers are in no cache. The model is a hybrid of MiMo-V2.5-Pro's shap
 - behind: how far ours is below the best of the columns that do not know later prompts
 
 The trace has an id for each 512 tokens of a prompt, and another id for the rest at its end, whatever tokens the next
-turn has there. So the next turn would part from a prompt at the end of its last whole 512 tokens, and never at its end,
-where the tails are kept. Therefore prompts end there, with less than a block more; their lengths in the hit rate are
-those of the trace. With --rest, the rest follows each prompt as a request of its own that does not count, as an answer
+turn has there. So the next turn would differ from a prompt after its last whole 512 tokens, and never continue it from
+its end, where the tails are kept. Therefore prompts are cut there, plus less than a block; in the hit rate they have
+the trace's lengths. With --rest, the rest follows each prompt as a request of its own that does not count, as an answer
 would: it takes room, and leaves one more boundary.
 """
 

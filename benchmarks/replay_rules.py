@@ -77,8 +77,8 @@ class Promise:
 class Clairvoyant:
     """Keeps boundaries for later prompts by Belady's rule: the one that is used last is evicted first.
 
-    It is no upper bound: if a prompt's longest boundary was evicted, no shorter one is kept for it, except for the sake
-    of other prompts.
+    It is no upper bound: if a prompt's longest boundary was evicted, a shorter one is kept only if another prompt needs
+    it.
     """
 
     def __init__(self, paths: Sequence[Path], sizes: Sizes, pool_bytes: int) -> None:

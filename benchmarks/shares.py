@@ -10,8 +10,8 @@ the cores, so each model should do as well as "alone on half". Then all models a
 all tokens a second, and core time for each.
 
 Times are medians over rounds; ratios are medians over rounds of the ratio within a round. The figures mean little on a
-machine that other programs use: engines that share have half as many threads that want to run, so the other programs
-get more of the cores.
+machine that other programs use: engines that share cores run half as many threads, so the other programs get more of
+the cores.
 """
 
 from __future__ import annotations

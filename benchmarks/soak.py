@@ -16,8 +16,8 @@ finds nothing of theirs.
 Every two seconds the resident memory, threads, open files and sockets of the gateway and of each engine are noted.
 After a warm-up (a sixth of the time), a line is fitted to the least of each minute. Its slope has an interval of 95 %,
 made wider where the residuals of neighbours resemble each other. Asked for: the interval reaches 0, or ends below a
-bound that is too small to matter; no error; no engine that was started again; and of some answers, drawn at random, no
-token that differs from the answers of a node that lends nothing. The exit status is 1 if a check failed.
+bound that is too small to matter; no error; no engine that was started again; and in a random sample of answers, no
+token that differs from those of a node that lends nothing. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SAMPLE_S = 2.0
 _MAX_POINTS = 60
 """The most points to which samples are reduced before a line is fitted."""
 _WIDEST = 16
-"""The width of an interval, in bounds, beyond which it says nothing."""
+"""The width of an interval, as a multiple of the bound, beyond which it says nothing."""
 _WIDTH = 2.0
 """The standard errors on each side of a slope, for an interval of 95 %."""
 _REQUEST_TIMEOUT_S = 300.0

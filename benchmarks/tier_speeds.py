@@ -7,9 +7,9 @@
 There is one node. Conversations are computed and stored at full speed; then storage of a limited speed (`fault` with
 `bandwidth`) is attached while the node runs, and the engine is killed, so that its pool is empty. The new engine first
 computes fresh prompts, by which it learns how long its steps take. Then a conversation is continued: it is loaded,
-because the engine does not know yet how fast storage reads. --turns others are continued as the planner decides; after
-each of them a fresh prompt of the same length is computed. The speeds are multiples of the one at which computing and
-loading take equally long; of layers with windows only the tails are loaded.
+because the engine does not know yet how fast storage reads. Then --turns other conversations are continued as the
+planner decides; after each, a fresh prompt of the same length is computed. The speeds are multiples of the one at which
+computing and loading take equally long; of layers with windows only the tails are loaded.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class WatchedNode(Node):
 
 
 def known_node_options(**options: Any) -> dict[str, Any]:
-    """Return those of `options` that this version's `node` section has, so that programs run on older versions."""
+    """Return the `options` that this version's `node` section has, so that programs run with older versions, too."""
     return {key: value for key, value in options.items() if key in NodeConfig.model_fields}
 
 
