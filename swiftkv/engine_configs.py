@@ -159,7 +159,7 @@ def _lending_spec(
 
 
 def _longest_window_s(config: Config, borrows: Sequence[LendingPair]) -> float:
-    """Return the longest window of the lenders in `borrows`: for so long one offers nothing after a recall."""
+    """Return the longest window of the lenders in `borrows`, for which a lender offers nothing after a recall."""
     windows_s = {model.name: (model.lending or LendingConfig()).window for model in config.models}
     return max((windows_s[pair.lender.name] for pair in borrows), default=0.0)
 

@@ -55,7 +55,7 @@ class Member:
 
 
 class Fleet:
-    """The models of a node, and what they have in common. To be made inside the event loop.
+    """The models of a node, and what they share. Create it inside the event loop.
 
     An engine learns of its lenders and borrowers at its start: a model that is added lends to, and borrows from, those
     that are started after it.
@@ -254,7 +254,7 @@ class Fleet:
         return ShareSpec(self._shares.fd, account, model.core_share.weight, model.core_share.max_share)
 
     def _link(self) -> None:
-        """Tell each supervisor which other engines its engine may have to wait for."""
+        """Tell each supervisor which engines its own engine may have to wait for."""
         for member in self.members.values():
             there = (self.members[name] for name in member.lenders if name in self.members)
             member.supervisor.lenders = [lender.supervisor for lender in there]

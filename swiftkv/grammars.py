@@ -38,7 +38,7 @@ _DATE = (
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Patterns in place of formats, because the library ignores leap years, and that a minute has 60 seconds."""
+"""Patterns in place of formats: the library's own know neither leap years nor that a minute has 60 seconds."""
 
 _NEGATED_CLASS = re.compile(r"(\\.)|\[\^", re.DOTALL)
 _HARDLY_WRITTEN = r"\x00-\x08\x0b\x0c\x0e-\x1f"

@@ -56,9 +56,9 @@ class _Memory:
 
 
 class HostTiers:
-    """The memories, each for all models whose weights are the same files.
+    """The host memories, one for all models whose weights are the same files.
 
-    A memory is as large as the models that it was made for bring together; a model that is added later does not
+    A memory is as large as the sizes of the models that it was made for, added up; a model that is added later does not
     enlarge it.
     """
 

@@ -24,7 +24,7 @@ _Known = dict[str, dict[str, float]]
 class LearntStepTimes:
     """A JSON file with the seconds of each term of a step's time, under the fingerprint of model and machine.
 
-    Nothing depends on it: a file that cannot be read or written costs a line in the log, and engines learn anew.
+    Nothing else depends on it: if the file cannot be read or written, the log says so, and engines learn anew.
     """
 
     def __init__(self, directory: Path | None) -> None:

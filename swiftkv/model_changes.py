@@ -149,7 +149,7 @@ class RunningModels:
             self._say(f"{name}: reloaded")
 
     async def before_restart(self, name: str) -> None:
-        """Have clients meet the files that the next engine of a model will load, if they are others than before.
+        """Let clients use the current files of a model, which its next engine will load, if they have changed.
 
         Raises `EngineError`, after a line that says why, if they cannot replace those that the model was served from.
         """
@@ -166,13 +166,13 @@ class RunningModels:
     def _renewed(self, name: str) -> tuple[_Mark, ModelHandle]:
         """Return the handle of a model with its current files, and their mark. Raises `SwiftkvError` for unfit ones."""
         member = self._fleet.members[name]
-        mark = _mark_of(member.plan)  # first: what changes after that is noticed at the next start
+        mark = _mark_of(member.plan)  # taken first: a later change is noticed at the next start
         self._fleet.check_files(name)
         [renewed] = load_handles(self._fleet.config, [member], self._grammars, self._templates)
         return mark, renewed
 
     def _show(self, renewed: ModelHandle, mark: _Mark) -> None:
-        """Let clients meet a model's new handle, from now on: even if its engine ends now, the next has these files."""
+        """Let clients use a model's new handle from now on. Even if its engine ends now, the next has these files."""
         self._marks[renewed.name] = mark
         self._table.add(renewed)
         self._ports.renew(renewed)

@@ -1,8 +1,8 @@
 """The progress of an engine, in one page of memory that it shares with its supervisor.
 
-The page can be read at any time and needs no answer, so it also tells about an engine that is stuck. Except for the
-bytes of loaded weights, only the engine's own thread writes it: while a device computes and that thread waits, nothing
-counts as progress.
+The page can be read at any time and needs no answer, so it also shows the state of an engine that is stuck. Except for
+the bytes of loaded weights, only the engine's own thread writes it: while a device computes and that thread waits,
+nothing counts as progress.
 """
 
 from __future__ import annotations

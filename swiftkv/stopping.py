@@ -24,8 +24,8 @@ _LOOK_S = 0.05
 def end_hanging_threads(timeout_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """End this process `timeout_s` after the block, if it has not ended by itself.
 
-    Python waits for the threads of its executors, and one that hangs, in a chat template that does not end for
-    instance, would keep a process for ever that serves nobody.
+    Python waits for the threads of its executors. One that hangs, for instance in a chat template that does not end,
+    would keep alive a process that serves nobody.
     """
     code = 1
     try:

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Long-lived tasks. A task that raises, or is cancelled by other code, has failed, and the node with it.
+    """Long-lived tasks. If a task raises, or is cancelled by other code, it has failed, and so has the node.
 
     Create it inside the event loop.
     """
