@@ -23,7 +23,9 @@ from swiftkv.admin_client import (
 )
 from swiftkv.units import DURATION_PATTERN
 
-cache_app = typer.Typer(help="See what prompts find in the cache, pin prompts, and empty it.", no_args_is_help=True)
+cache_app = typer.Typer(
+    help="See what prompts find in the caches, pin prompts, and empty a cache.", no_args_is_help=True
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the node's answer as JSON.")]
 

@@ -133,7 +133,7 @@ class _Node:
 
         key = os.environ.get(self.api_key_env) or "none"
         if not key.isascii():
-            raise ChatError(f"the API key in {self.api_key_env} is not one: it has characters that are not ASCII")
+            raise ChatError(f"the API key in {self.api_key_env} is invalid: it has characters that are not ASCII")
         try:
             return openai.OpenAI(base_url=f"{self.url.rstrip('/')}/v1", api_key=key, max_retries=0)
         except Exception as error:  # noqa: BLE001 (of the URL or the environment: the types depend on openai's version)
@@ -161,7 +161,7 @@ def chat(
     url: Url = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Name of the model.", show_default="the node's first")] = None,
     system_prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What the model is told before the conversation.")
+        str | None, typer.Option(metavar="TEXT", help="A system message, sent before the conversation.")
     ] = None,
     quick: Annotated[
         str | None, typer.Option("--quick", "-q", metavar="TEXT", help="Print the answer to this message, and exit.")

@@ -96,7 +96,7 @@ def demo(
         Path | None, typer.Argument(metavar="[CONFIG]", help="A YAML file to use in place of the demo's own.")
     ] = None,
 ) -> None:
-    """Start two small models, talk to them, let one borrow the other's memory, and stop: a minute, and no network."""
+    """Start two small models, talk to them, let one borrow the other's memory, and stop. Takes a minute."""
     from swiftkv.demo import demo_config, run_demo
 
     raise typer.Exit(run_demo(config_path or demo_config()))
@@ -207,12 +207,12 @@ def simulate(
     policy: Annotated[
         SchedulingPolicy | None, typer.Option(help="The scheduling policy, in place of the file's scheduling_policy.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The random seed by which requests with one time are spread.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The random seed that spreads requests with equal timestamps.")] = 0,
     target_ttft: Annotated[
         float | None, typer.Option(help="Show how many requests get their first token within this many seconds.")
     ] = None,
     target_tpot: Annotated[
-        float | None, typer.Option(help="Show how many requests need at most this many seconds per token.")
+        float | None, typer.Option(help="Show how many requests take at most this many seconds per token.")
     ] = None,
     save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps to this file, as JSON.")] = None,
     no_lending: Annotated[

@@ -28,7 +28,7 @@ def top(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     interval: Annotated[
-        float, typer.Option(min=0.1, max=_LONGEST_INTERVAL_S, help="The seconds from one view to the next.")
+        float, typer.Option(min=0.1, max=_LONGEST_INTERVAL_S, help="The seconds between two views.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one view, after --interval seconds, and exit.")] = False,
 ) -> None:

@@ -137,7 +137,7 @@ class Config(Section):
                 host = host_of(endpoint)
                 if host is not None and not is_loopback(host) and not self.node.allow_unauthenticated:
                     yield (
-                        f"{key}: {endpoint} can be reached from other machines, and shows whoever connects the tokens "
+                        f"{key}: {endpoint} can be reached from other machines, which could then read the tokens "
                         "of prompts and answers; write tcp://127.0.0.1:PORT or ipc:///PATH, or let everybody in with "
                         "node.allow_unauthenticated: true"
                     )
@@ -295,7 +295,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError):  # such as a 30th of February
-            problem = f"{show(node.value)} is no value that can be read"
+            problem = f"{show(node.value)} cannot be read as a value of its type"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:

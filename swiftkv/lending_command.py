@@ -32,7 +32,7 @@ def lending_show(
     url: Url = DEFAULT_URL,
     admin_key_env: AdminKeyEnv = DEFAULT_ADMIN_KEY_ENV,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer of GET /admin/lending, as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show the lending again every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show what every model of a running node lends and borrows."""
     overview = ask_admin("GET", url, "lending", admin_key_env)

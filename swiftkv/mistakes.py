@@ -50,13 +50,13 @@ def mistakes_about_text(raw: object) -> Iterator[str]:
         location, value = left.popleft()
         if isinstance(value, str):
             if _UNUSABLE.search(value):
-                yield f"{_key_path(location)}: {ascii(value)[:80]} has a NUL or half of a character; write other text"
+                yield f"{_key_path(location)}: {ascii(value)[:80]} has a NUL or a lone surrogate; write other text"
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, inner in items:
                 if _UNUSABLE.search(str(key)):
-                    yield f"{_key_path(location)}: the key {ascii(key)[:80]} has a NUL or half of a character"
+                    yield f"{_key_path(location)}: the key {ascii(key)[:80]} has a NUL or a lone surrogate"
                 else:
                     left.append(((*location, key), inner))
 

@@ -191,8 +191,8 @@ class RunningModels:
         num_files = files_of(model)
         if not self._limits.take_files_of_model(num_files):
             raise ConfigError(
-                f"node.max_connections: clients leave this node no {num_files} descriptors for another model; close "
-                "connections, or raise the hard limit of open files (ulimit -Hn) and start the node again"
+                f"node.max_connections: clients leave no {num_files} descriptors for another model; close connections, "
+                "or raise the hard limit of open files (ulimit -Hn) and start the node again"
             )
         stack.callback(self._limits.leave_files_of_model, num_files)
 

@@ -168,7 +168,7 @@ class ModelConfig(Section):
                 f"version; write tensor_parallel_size: 1, {otherwise}"
             )
         if not self.enable_prefix_caching:
-            yield f"without prefix caching nothing is found there; write enable_prefix_caching: true, {otherwise}"
+            yield f"without prefix caching, stored KV is never found; write enable_prefix_caching: true, {otherwise}"
 
     @property
     def plans_ahead(self) -> bool:

@@ -274,15 +274,15 @@ MISTAKES = [
     ),
     (
         ONE_MODEL % ', generation_config: "a\\0b"',
-        "models[0].generation_config: 'a\\x00b' has a NUL or half of a character; write other text",
+        "models[0].generation_config: 'a\\x00b' has a NUL or a lone surrogate; write other text",
     ),
     (
         'node: {state_dir: "\\ud83d\\ude00"}\n' + ONE_MODEL % "",
-        "node.state_dir: '\\ud83d\\ude00' has a NUL or half of a character; write other text",
+        "node.state_dir: '\\ud83d\\ude00' has a NUL or a lone surrogate; write other text",
     ),
     (
         ONE_MODEL % ', "\\ud800": 3',
-        "models[0]: the key '\\ud800' has a NUL or half of a character",
+        "models[0]: the key '\\ud800' has a NUL or a lone surrogate",
     ),
     (
         ONE_MODEL % ", max_num_batched_tokens: 32",
@@ -329,7 +329,7 @@ def test_text_that_no_file_can_have_is_found_however_lists_are_nested(tmp_path: 
     """With anchors, a small file has lists of billions of texts, and lists that hold themselves."""
     lists = ["a0: &a0 [x, x]", *[f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20)]]
     text = "models: []\nself: &self [*self]\n" + "\n".join(lists) + '\nlast: ["\\0"]'
-    assert message_for(text, tmp_path) == "last[0]: '\\x00' has a NUL or half of a character; write other text"
+    assert message_for(text, tmp_path) == "last[0]: '\\x00' has a NUL or a lone surrogate; write other text"
 
 
 def test_sections_may_be_merged(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_sections_may_be_merged(tmp_path: Path) -> None:
 def test_a_value_that_yaml_cannot_make_is_a_mistake(value: str, tmp_path: Path) -> None:
     message = message_for(f"node:\n  port: {value}\n", tmp_path)
     assert message.startswith(f"{tmp_path / 'node.yaml'}:2:9: ")
-    assert message.endswith("is no value that can be read")
+    assert message.endswith("cannot be read as a value of its type")
 
 
 def test_a_file_without_end_is_not_read_to_its_end() -> None:

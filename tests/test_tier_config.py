@@ -51,7 +51,7 @@ def one_model(tiers: str, options: str = "") -> str:
         ),
         (
             one_model(file(), ", enable_prefix_caching: false"),
-            "models[0].tiers.storage: without prefix caching nothing is found there",
+            "models[0].tiers.storage: without prefix caching, stored KV is never found",
         ),
         (
             one_model(file(), ", device: 'cuda:0', tensor_parallel_size: 2"),

@@ -108,7 +108,7 @@ def load_conversations(args: argparse.Namespace, place: str | None) -> tuple[lis
     tokenizer = _load_tokenizer(tokenizer_id)
     if name in ("sharegpt", "custom"):
         if args.dataset_path is None:
-            raise UsageError(f"--dataset-path: --dataset-name {name} reads a file; name it")
+            raise UsageError(f"--dataset-path: --dataset-name {name} needs a file; name one")
         path = Path(args.dataset_path)
         if name == "custom":
             length = _first_given(args.output_len, args.custom_output_len)

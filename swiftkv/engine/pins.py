@@ -41,7 +41,7 @@ class Pins:
         known = (keys for number in request_ids if (keys := self._records.keys_of(number)) is not None)
         keys = next(known, None)
         if keys is None:
-            return "the engine does not remember the request; it knows its last thousand"
+            return "the engine does not remember the request; it remembers at most its last 1,024 sequences"
         return self._pin(keys, ttl_s, now_s)
 
     def pin_prompt(self, message: PinPrompt, now_s: float) -> PinView | str:

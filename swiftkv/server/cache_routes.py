@@ -59,14 +59,14 @@ register_url_convertor("request_id", _RequestIdConvertor())
 MEANINGS: dict[CacheStop, str] = {
     "complete": "no more can be found: only whole blocks match, and the last token is always computed",
     "prompt_logprobs": "the request asked for prompt_logprobs, so all of its prompt was computed",
-    "tail_gone": "the next blocks are cached, but the sliding-window KV that is needed to go on after them is gone",
+    "tail_gone": "the next blocks are cached, but the sliding-window KV that is needed to continue after them is gone",
     "late": "a tier below the pool took too long, so the request stopped waiting for it: see prefetch_policy",
     "corrupt": "a block in a tier below the pool did not match its checksum, and was dropped",
     "failed": "a tier below the pool failed, or is not used for a while because it failed",
     "declined": "a tier below the pool had more, but computing it was expected to be as fast",
     "evicted": "the next block was evicted from the pool, and no tier below it had the block",
     "other_salt": "other prompts began with the same tokens under another cache_salt, and salts share no blocks",
-    "never_stored": "no request that is remembered has computed the next block",
+    "never_stored": "no remembered request has computed the next block",
 }
 
 
@@ -180,7 +180,7 @@ def _seconds_left(pin: PinView) -> float:
 
 def _unknown(request_id: str) -> ApiError:
     return ApiError(
-        404, f"no recent request has the id '{request_id}'; an engine remembers its last thousand",
+        404, f"no recent request has the id '{request_id}'; an engine remembers at most its last 1,024 sequences",
         param="request_id", code="unknown_request",
     )  # fmt: skip
 

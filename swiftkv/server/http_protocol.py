@@ -40,7 +40,7 @@ _CHUNK_OVERHEAD_BYTES = 32
 _TRAILERS_TOO_LONG = ApiError(431, f"the request's trailers are larger than {MAX_TRAILER_BYTES} bytes")
 _HEAD_TOO_LONG = ApiError(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
 _TOO_MANY_FIELDS = ApiError(431, f"the request has more than {MAX_FIELDS} headers")
-_TOO_SLOW = ApiError(408, "the request did not arrive in time; send it faster, or in parts that are smaller")
+_TOO_SLOW = ApiError(408, "the request did not arrive in time; send it faster, or in smaller parts")
 _NO_CONNECTION_LEFT = ApiError(
     503, "this node has too many connections; close some, or try again", code="too_many_connections", retry_after_s=1
 )

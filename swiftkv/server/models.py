@@ -133,8 +133,8 @@ class ModelHandle:
         """Raise `ApiError` 400 unless the model's task is one of these."""
         if self.task not in tasks:
             message = (
-                f"model '{self.name}' has the task {self.task} (models[].task), but this is for models whose task is "
-                f"{' or '.join(tasks)}"
+                f"model '{self.name}' has the task {self.task} (models[].task), but this route is for "
+                f"models with the task {' or '.join(tasks)}"
             )
             raise ApiError(400, message, param="model", code="wrong_task")
 

@@ -16,7 +16,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "loads": ("Prompts for which something was read", "loads_total"),
-    "loads_late": ("Prompts that stopped waiting for storage, because it took too long", "loads_late_total"),
+    "loads_late": ("Prompts that stopped waiting for storage because it took too long", "loads_late_total"),
     "loads_declined": ("Prompts that were computed because storage was expected to be slower", "loads_declined_total"),
     "loaded_bytes": ("Bytes read from storage", "loaded_bytes_total"),
     "stored_bytes": ("Bytes written to storage", "stored_bytes_total"),

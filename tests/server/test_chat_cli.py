@@ -126,7 +126,7 @@ def test_a_key(keyed_gateway: Gateway) -> None:
 def test_a_key_that_no_header_can_carry(gateway: Gateway) -> None:
     refused = run("--url", gateway.url, "-q", "Hello!", key="schlüssel")
     assert (refused.exit_code, refused.stdout) == (1, "")
-    assert refused.stderr == "swiftkv: the API key in OPENAI_API_KEY is not one: it has characters that are not ASCII\n"
+    assert refused.stderr == "swiftkv: the API key in OPENAI_API_KEY is invalid: it has characters that are not ASCII\n"
 
 
 def test_ctrl_c_stops_an_answer_and_no_more(slow_gateway: Gateway) -> None:

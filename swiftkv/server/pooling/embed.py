@@ -74,7 +74,7 @@ def text_prompts(
 
 
 def pooled_truncation(model: ModelHandle, body: TruncationFields) -> Truncation | None:
-    """Return the cut that the texts of a request need, `None` if they stay whole. Raises as `asked_truncation`."""
+    """Return the cut that the texts of a request need; `None` if they stay whole. Raises as `asked_truncation` does."""
     return asked_truncation(body, model.max_model_len, 0, usual_side="right")
 
 
