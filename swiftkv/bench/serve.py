@@ -333,7 +333,7 @@ def _place_of_tokenizer(told: str | None, model: str | None) -> str:
     place = next((text for text in (told, model) if text is not None and _is_place(text)), None)
     if place is None:
         raise UsageError(
-            f"--tokenizer: the server does not tell where the files of {told or model!r} are; name their directory or "
+            f"--tokenizer: the server does not say where the files of {told or model!r} are; name their directory or "
             "hub id, or use --skip-tokenizer-init"
         )
     return place

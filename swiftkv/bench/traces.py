@@ -2,7 +2,7 @@
 
 Two formats are read: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one for each 512
 tokens of the prompt (Mooncake's), and CSV with `TIMESTAMP`, `ContextTokens` and `GeneratedTokens` (Azure's), which does
-not tell which prompts begin alike, so none are taken to.
+not say which prompts begin alike, so none do here.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Choice:
         self._text_tokens = text_tokens
 
     def decode(self, output: SequenceOutput) -> list[Delta]:
-        """Decode what the engine sent: one delta, or one for each token if it shall be known which are the text's."""
+        """Decode what the engine sent: one delta, or one for each token if the client asks which are the text's."""
         if self._text_tokens is None:
             return [self.push(output)]
         deltas: list[Delta] = []
@@ -211,7 +211,7 @@ class Choice:
         return delta
 
     def _push_one_by_one(self, delta: Delta, output: SequenceOutput, stop_token: int | None) -> None:
-        """Decode tokens one by one: none after a stop string counts, and reasoning, too, ends at a token."""
+        """Decode tokens one by one, because tokens after a stop string do not count, and reasoning ends at a token."""
         for position, token in enumerate(output.token_ids):
             self.num_tokens += 1
             delta.token_ids.append(token)
@@ -249,7 +249,7 @@ class Choice:
         return text
 
     def _stop_text(self, token: int | None, delta: Delta) -> str:
-        """Return the text of the token that ended the choice, if there is one that the client is to see."""
+        """Return the text of the token that ended the choice; empty if the client is not to see it."""
         if token is None:
             return ""
         if self._is_hidden_stop(token):
@@ -266,7 +266,7 @@ class Choice:
         return is_mark or (self._rules.skip_special_tokens and self._tokenizer.is_special(token))
 
     def _tell(self, token: int | None, text: str, delta: Delta) -> None:
-        """Add `text` to the part of the answer that it belongs to; without a token, it is the last text."""
+        """Add `text` to the part of the answer that it belongs to. `token` is `None` for the last text."""
         sections = self._sections
         if sections is None:
             delta.say(text)

@@ -76,10 +76,11 @@ class Forecast:
         ttft_s: Until its first token, if as many prompts overtake it as did lately.
         hopeful_ttft_s: `ttft_s` times a quantile of the latest errors on similar prompts.
         alone_ttft_s: `ttft_s` if nothing else waited.
-        tpot_s: The least time for each further token: that of a step with the current answers and its own, divided by
-            the tokens that an answer has lately got from a step.
-        alone_tpot_s: `tpot_s` if no other answer went on.
-        answer_s: From the first token to the last of an answer of the usual length, or of the most that it may have.
+        tpot_s: The least time for each further token: that of a step with the current answers and this one, divided by
+            the tokens that an answer has lately got per step.
+        alone_tpot_s: `tpot_s` if there were no other answer.
+        answer_s: From the first token to the last, for the usual length of an answer, or its `max_tokens` if that is
+            less.
     """
 
     ttft_s: float
@@ -92,7 +93,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The tokens left to compute of a prompt, the seconds for them, and those that the step before may take."""
+    """The work left on a prompt: its tokens, the seconds to compute them, and those that the step before may take."""
 
     num_tokens: int
     computing_s: float
@@ -117,7 +118,7 @@ class _AnswerInProgress:
 
 @dataclass(slots=True)
 class _Holding:
-    """The number of answers of one priority, and the tokens that they hold alone, and that they may have at most."""
+    """The answers of one priority: their number, the tokens that only they hold, and the most they may generate."""
 
     num_answers: int = 0
     num_tokens: int = 0

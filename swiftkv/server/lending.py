@@ -73,7 +73,7 @@ class CoordinatorClient:
         self._decoder: msgspec.msgpack.Decoder[ToAdmin] = msgspec.msgpack.Decoder(ToAdmin)
 
     def close(self) -> None:
-        """Close the socket, and end the questions that wait for an answer; `receive` must have ended."""
+        """Close the socket, and cancel the requests that wait for an answer; `receive` must have ended."""
         for answer in self._waiting.values():
             answer.cancel()
         self._socket.close()
@@ -111,7 +111,7 @@ class CoordinatorClient:
             task = asyncio.current_task()
             assert task is not None
             if not task.cancelling():
-                self._check_open()  # what was awaited is cancelled, not this task: `close` does that
+                self._check_open()  # `close` cancels what was awaited, but not this task
             raise
         finally:
             del self._waiting[request_id]
@@ -133,8 +133,8 @@ class CoordinatorClient:
 class LendingMember:
     """One model of the node. `why_not_lend` completes "model 'x' …", and is `None` for one that can lend.
 
-    `remember_budget` sets, and `budget_bytes` returns, the budget in bytes that holds while the engine is awake and
-    after it is started again.
+    `remember_budget` sets the budget in bytes that holds while the engine is awake and after it is started again;
+    `budget_bytes` returns it.
     """
 
     name: str

@@ -98,7 +98,7 @@ class ModelHandle:
     embedding: EmbeddingRecipe | None = None
     """The recipe of the model's embeddings, if that is its task."""
     scoring: ScoreTemplate | None = None
-    """The text in which the model is asked for a score, if that is its task."""
+    """The text that asks the model for a score, if that is its task."""
     targets: Targets = NO_TARGETS
     """The targets of requests that name none; those that would miss them are refused."""
 
@@ -166,7 +166,7 @@ class ModelTable:
         self._models.pop(name).threads.close()
 
     def only(self, name: str | None) -> ModelTable:
-        """Return these models, or the named one alone. Raises `ApiError` 404 if it is not there."""
+        """Return all models if `name` is `None`, else only the named one. Raises `ApiError` 404 if it is not there."""
         if name is None:
             return self
         model = self.get(name)
@@ -188,7 +188,7 @@ class ModelTable:
         return model
 
     def own_names(self) -> dict[str, str]:
-        """Return each model's own name by every name that clients may write; if there is one model, also by ''."""
+        """Return each model's own name, by every name that clients may write; an only model's also by ''."""
         names = {name: model.name for model in self._models.values() for name in model.names}
         return names | ({"": next(iter(self._models))} if len(self._models) == 1 else {})
 

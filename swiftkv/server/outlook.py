@@ -117,7 +117,7 @@ class Outlook:
     # ---- refusals ----
 
     def refuse_unread(self, least_tokens: int, priority: int, targets: Targets, sender: Sender = ANYBODY) -> None:
-        """Refuse a request that cannot meet its targets even if its prompt is as short as its text allows.
+        """Refuse a request that cannot meet its targets even if its prompt has as few tokens as its text allows.
 
         Raises:
             ApiError: 429 that says what is forecast, and what the target is.

@@ -208,7 +208,7 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             field = f"messages.{index}.content"
             raise ApiError(
                 400,
-                f"field '{field}' is required unless the message has 'tool_calls'",
+                f"field '{field}' is required unless the message has 'tool_calls' or 'reasoning_content'",
                 param=field,
                 code="missing_field",
             )

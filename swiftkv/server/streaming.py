@@ -34,7 +34,7 @@ def json_response(body: Struct | Sequence[Struct], status: int = 200) -> Respons
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` and return its result, but cancel it when the client hangs up, as the request's `receive` tells.
+    """Run `work` and return its result, but cancel it when the client hangs up, which `receive` reports.
 
     Raises:
         ClientGone: the client hung up.

@@ -164,7 +164,7 @@ def _only_calls(rules: str, tags: tuple[tuple[str, int | None], ...]) -> AskedGr
 
 
 def tool_use(parser: type[ToolParser] | None, body: ToolFields, *, is_held: bool = False) -> ToolUse | None:
-    """Return the tools that a request lets its answer call, or `None` if none.
+    """Return the tools that the answer to a request may call; `None` if it may call none.
 
     Args:
         parser: The parser of the model's calls; `None`: it is not known how the model writes them.

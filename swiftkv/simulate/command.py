@@ -63,7 +63,7 @@ class Options:
 
 
 def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str], options: Options) -> dict[str, Any]:
-    """Serve the traces, and return the figures of each model: of `models`, or of all if it is empty.
+    """Serve the traces, and return figures for each of `models`, or for all models if it is empty.
 
     Raises `ConfigError` for a model, a trace, or step times that do not exist.
     """
@@ -88,9 +88,9 @@ def simulate_node(config: Config, plans: tuple[ModelPlan, ...], models: list[str
 
 
 def traces_by_model(traces: Sequence[str], names: Sequence[str]) -> dict[str, Path] | None:
-    """Return the file of each model that `traces` name, `None` if it is one file for all.
+    """Return the trace file of each model that `traces` names; `None` if there is one file for all models.
 
-    Raises `ConfigError` if it is neither.
+    Raises `ConfigError` for anything else.
     """
     named = {name: Path(file) for name, equals, file in (trace.partition("=") for trace in traces) if equals}
     if not named and len(traces) == 1:

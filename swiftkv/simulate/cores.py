@@ -57,9 +57,9 @@ class _Step:
 class Cores:
     """Divides cores between the steps of engines.
 
-    If engines compute at once on more threads than there are cores, all of them become equally slower, as under an
-    operating system. The real accounts of `cpp_ext/cpu/shares.h` say how many cores an engine with a share has; the
-    engine asks them as often as `cpp_ext/cpu/turns.cpp` does, and computes half as fast on half as many.
+    If engines compute on more threads than there are cores, all of them slow down alike, as under an operating system.
+    The real accounts of `cpp_ext/cpu/shares.h` say how many cores an engine with a share has; the engine asks them as
+    often as `cpp_ext/cpu/turns.cpp` does, and computes half as fast on half as many.
 
     Attributes:
         core_s: The core time of each engine.

@@ -179,7 +179,7 @@ def serve_alone(engine: EngineRun, recorded_begins_s: Sequence[float] = ()) -> O
 
 
 class EngineRun:
-    """An engine in virtual time, and what has happened to each of its requests. A request's id is its index.
+    """An engine in virtual time, and the times of each of its requests. A request's id is its index.
 
     The caller keeps the clock, and ends each step that it begins.
     """
@@ -238,7 +238,7 @@ class EngineRun:
 
     @property
     def next_arrival_s(self) -> float:
-        """The time of the next request; infinite if none comes, or none before a client has its answer."""
+        """The time of the next request; infinite if there is none, or none before some client has its answer."""
         return self._waiting[0][1].time_s if self._waiting else math.inf
 
     def end_arrivals(self) -> None:

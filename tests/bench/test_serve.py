@@ -317,7 +317,7 @@ def test_a_server_that_does_not_tell_its_tokenizer(
     """The hub is not asked for a model of that name."""
     server.tokenizer_dir = root
     assert bench(server, "--model", "chat", "--num-prompts", "1") == 2
-    assert capsys.readouterr().err.startswith("swiftkv bench serve: --tokenizer: the server does not tell where")
+    assert capsys.readouterr().err.startswith("swiftkv bench serve: --tokenizer: the server does not say where")
     assert not server.bodies
 
 
