@@ -82,6 +82,11 @@ class FairQueue:
                 return
         self._num_free += 1
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of pieces of work that wait."""
+        return sum(map(len, self._queues.values()))
+
     def close(self) -> None:
         """Refuse the work that waits, and all that comes."""
         self.is_closed = True

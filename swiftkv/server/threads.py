@@ -26,6 +26,11 @@ class BoundedThreads:
         """Whether the threads begin nothing more."""
         return self._queue.is_closed
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of pieces of work that have not begun."""
+        return self._queue.num_waiting
+
     async def run(self, work: Callable[[], T], num_bytes: int = 0, sender: Sender = ANYBODY) -> T:
         """Return the result of `work`, which holds about `num_bytes` while it waits.
 

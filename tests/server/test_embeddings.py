@@ -226,7 +226,7 @@ def test_a_request_wakes_a_model_that_is_asleep(tmp_path: Path, tokenizer: Token
         with ThreadPoolExecutor(1) as clients:
             with gateway.preparing_nothing("chat") as threads, gateway.admin() as admin:
                 answer = clients.submit(post, gateway, input="a")
-                wait_for("the request to be prepared", lambda: threads._num_waiting)
+                wait_for("the request to be prepared", lambda: threads.num_waiting)
                 assert admin.post("/admin/models/chat/sleep").status_code == 200
             assert answer.result().status_code == 200
     finally:

@@ -309,8 +309,8 @@ def test_who_hangs_up_takes_the_work_along(gateway: Gateway) -> None:
         busy = asyncio.run_coroutine_threadsafe(threads.run(release.wait), gateway.loop)
         gateway.call(lambda: None)
         with gateway.asking("/tokenize", {"model": "chat", "prompt": "a"}):
-            wait_for("it to wait", lambda: threads._num_waiting == 1)
-        wait_for("its place to be free again", lambda: threads._num_waiting == 0)
+            wait_for("it to wait", lambda: threads.num_waiting == 1)
+        wait_for("its place to be free again", lambda: threads.num_waiting == 0)
         answers: list[int] = []
         asking = threading.Thread(
             target=lambda: answers.append(post(gateway, "/tokenize", {"model": "chat", "prompt": "a"})[0])

@@ -223,7 +223,7 @@ def test_a_request_that_is_prepared_while_its_model_falls_asleep_wakes_it(own_ga
     with ThreadPoolExecutor(1) as clients:
         with own_gateway.preparing_nothing("chat") as threads:
             answer = clients.submit(complete, own_gateway, "chat")
-            wait_for("the request to be prepared", lambda: threads._num_waiting)
+            wait_for("the request to be prepared", lambda: threads.num_waiting)
             assert admin(own_gateway, "chat/sleep").json()["state"] == "asleep"
         assert answer.result().status_code == 200
     assert state(own_gateway, "chat") is EngineState.READY
