@@ -48,6 +48,13 @@ def checkpoint(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> 
     return checkpoints[request.param]
 
 
+DENSE_IS_SLOW = pytest.mark.parametrize(
+    "checkpoint",
+    [pytest.param("llama", id="dense", marks=pytest.mark.slow), pytest.param("gemma3", id="hybrid")],
+    indirect=True,
+)
+
+
 def file_backend(directory: Path) -> dict[str, Any]:
     return {"backend": "file", "path": str(directory), "size": 1 << 30, "min_free": 0}
 
@@ -133,6 +140,7 @@ def host_fd() -> Iterator[int]:
 
 
 @pytest.mark.skipif(_cpu.supported_isa() == "avx2", reason="the processor has one instruction set")
+@DENSE_IS_SLOW
 def test_blocks_that_were_rounded_in_another_way_are_not_used(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +506,7 @@ def ranks(checkpoint: Path, **options: Any) -> Iterator[EngineProcess]:
         yield client
 
 
+@DENSE_IS_SLOW
 def test_ranks_read_what_ranks_wrote(checkpoint: Path, tmp_path: Path) -> None:
     spec = storage(file_backend(tmp_path / "kv"))
     with ranks(checkpoint, storage=spec) as client:

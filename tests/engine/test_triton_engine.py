@@ -41,7 +41,7 @@ def has_triton(engine: EngineProcess) -> bool:
     return "libtriton" in Path(f"/proc/{engine.process.pid}/maps").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("is_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_prefill_decode_and_the_prefix_cache(is_ahead: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The long prompt comes in chunks beside the decoding of others, and then from the cache."""
     monkeypatch.setenv(OPS_VARIABLE, "triton")

@@ -408,7 +408,7 @@ def succeeds(isa: str, *arguments: str) -> None:
     ("isa", "tests"),
     [
         ("avx2", "mixed or depend or writes"),
-        ("avx512", "mixed or depend or writes"),
+        pytest.param("avx512", "mixed or depend or writes", marks=pytest.mark.slow),
         ("avx512_bf16", "beyond or bfloat16 and (mixed or depend)"),
         pytest.param("amx_emulated", "beyond or bfloat16 and (mixed or depend) or nan or normal", marks=MODEL_OF_TILES),
     ],
