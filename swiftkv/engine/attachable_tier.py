@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -51,11 +52,7 @@ class AttachableTier(Tier):
         self._scheduler = scheduler
         self._groups = [region.group for region in runner.pool.regions]
         self._tier = Tier()
-        self._change_id: int | None = None  # the id of the change in progress
-        self._opening: _Work[OpenStorage] | None = None
-        self._leaving: StorageTier | None = None
-        self._patience_ends_s = 0.0  # monotonic: when storage is closed even if a call has not returned
-        self._closing: _Work[None] | None = None
+        self._change: _Opening | _Leaving | None = None  # the change in progress
         self._stuck: list[StorageTier] = []  # closed, but a read has not returned
         self._past: TierStats | None = None  # the totals of storage that was detached
         self._answers: list[StorageChanged] = []
@@ -70,8 +67,8 @@ class AttachableTier(Tier):
 
         A failure does not end the retries to open the configured storage.
         """
-        if self._begins(message.change_id, has_storage=False):
-            self._opening = _Work("storage opening", self._opener(message.storage), self.wakeup.wake)
+        if self._can_begin(message.change_id, has_storage=False):
+            self._change = _Opening(self._begin_to_open(message.storage), message.change_id)
 
     def detach(self, message: DetachStorage) -> None:
         """Stop using storage at once, and close it; `take_answers` returns the answer once it is closed."""
@@ -80,11 +77,11 @@ class AttachableTier(Tier):
             if not isinstance(self._tier, StorageTier):
                 self._answers.append(StorageChanged(message.change_id, None))
                 return
-        if self._begins(message.change_id, has_storage=True):
+        if self._can_begin(message.change_id, has_storage=True):
             assert isinstance(self._tier, StorageTier)
             self._tier.leave()
-            self._leaving, self._tier = self._tier, Tier()
-            self._patience_ends_s = time.monotonic() + _READ_PATIENCE_S
+            self._change = _Leaving(self._tier, message.change_id, time.monotonic() + _READ_PATIENCE_S)
+            self._tier = Tier()
 
     def take_answers(self) -> list[StorageChanged]:
         """Return the answers to changes that are over, each once."""
@@ -111,7 +108,7 @@ class AttachableTier(Tier):
         self._tier.forget(request_id)
 
     def longest_rest_ms(self, limit_ms: int) -> int:
-        if self._leaving is not None:
+        if isinstance(self._change, _Leaving):
             return min(limit_ms, _LEAVING_POLL_MS)
         if self._due_s is not None:
             limit_ms = min(limit_ms, max(0, int(1000 * (self._due_s - time.monotonic()))))
@@ -119,7 +116,7 @@ class AttachableTier(Tier):
 
     def stats(self) -> TierStats | None:
         """Return the totals of all storage that was ever attached; `None` if none was."""
-        stats = (self._leaving or self._tier).stats()
+        stats = (self._change.tier if isinstance(self._change, _Leaving) else self._tier).stats()
         if self._waits_for_storage:
             stats = self._without_storage(stats or TierStats())
         if self._past is None:
@@ -128,13 +125,14 @@ class AttachableTier(Tier):
 
     @property
     def _due_s(self) -> float | None:
-        """When to try again to open the configured storage; `None` if no retry is due, or while storage is opening."""
-        return self._open_again_s if self._opening is None else None
+        """When to try again to open the configured storage; `None` if no retry is due, or while a change is made."""
+        return self._open_again_s if self._change is None else None
 
     @property
     def _waits_for_storage(self) -> bool:
         """Whether the storage of the configuration could not be opened yet."""
-        return self._open_again_s is not None or (self._opening is not None and self._change_id is None)
+        is_trying = isinstance(self._change, _Opening) and self._change.change_id is None
+        return is_trying or self._open_again_s is not None
 
     def _without_storage(self, stats: TierStats) -> TierStats:
         """Add the configured storage, which could not be opened yet, to the figures as a degraded tier."""
@@ -152,17 +150,16 @@ class AttachableTier(Tier):
         self._tier.close()
         self.wakeup.close()
 
-    def _begins(self, change_id: int, *, has_storage: bool) -> bool:
-        """Begin a change, and return whether that is possible; if not, answer with the reason."""
+    def _can_begin(self, change_id: int, *, has_storage: bool) -> bool:
+        """Return whether a change can begin. If not, answer it with the reason."""
         why_not = None
-        if self._change_id is not None or self._opening is not None:
+        if self._change is not None:
             why_not = "storage is being attached or detached; try again later"
         elif has_storage != isinstance(self._tier, StorageTier):
             why_not = "no storage is attached" if has_storage else "storage is attached; detach it first"
         if why_not is not None:
             self._answers.append(StorageChanged(change_id, why_not))
             return False
-        self._change_id = change_id
         return True
 
     def _go_on(self) -> None:
@@ -170,23 +167,23 @@ class AttachableTier(Tier):
         for stuck in self._stuck:
             stuck.take_back()
         self._stuck = [stuck for stuck in self._stuck if stuck.is_reading]
-        if self._opening is not None and self._opening.is_over:
-            opening, self._opening = self._opening, None
-            self._take_opened(opening.result, opening.error)
+        if isinstance(self._change, _Opening) and self._change.work.is_over:
+            opening, self._change = self._change, None
+            self._take_opened(opening)
         if self._due_s is not None and time.monotonic() >= self._due_s:
             assert self._config.storage is not None
             self._open_again_s = None
-            self._opening = _Work("storage opening", self._opener(self._config.storage), self.wakeup.wake)
-        if self._leaving is not None:
-            self._leave(self._leaving)
+            self._change = _Opening(self._begin_to_open(self._config.storage))
+        if isinstance(self._change, _Leaving):
+            self._leave(self._change)
 
     def _open_with_patience(self, spec: TierSpec) -> None:
-        opening = _Work("storage opening", self._opener(spec), self.wakeup.wake)
+        opening = self._begin_to_open(spec)
         if not opening.ends_within(_OPENING_PATIENCE_S):
             logger.warning(
                 "storage is still being opened after %g s; serving without it meanwhile", _OPENING_PATIENCE_S
             )
-            self._opening = opening
+            self._change = _Opening(opening)
         elif (error := self._use(opening.result)) is not None or opening.result is None:
             self._try_later(opening.error or error)
         if not isinstance(self._tier, StorageTier) and spec.host_fd is not None:
@@ -211,16 +208,16 @@ class AttachableTier(Tier):
                 return error
         return None
 
-    def _take_opened(self, opened: OpenStorage | None, error: Exception | None) -> None:
+    def _take_opened(self, opening: _Opening) -> None:
         """Use storage that was opened. If opening failed, report the failure, or try again later."""
+        opened, error = opening.work.result, opening.work.error
         if (failure := self._use(opened)) is not None:
             opened, error = None, failure
         if opened is not None:
             self._open_again_s = None
-        if self._change_id is not None:
-            self._end_change(
-                None if opened is not None else str(error or "it failed; the node's standard error has the reason")
-            )
+        if opening.change_id is not None:
+            why_not = str(error or "it failed; the node's standard error has the reason")
+            self._answers.append(StorageChanged(opening.change_id, None if opened is not None else why_not))
         elif opened is None:
             self._try_later(error)
         else:
@@ -230,27 +227,26 @@ class AttachableTier(Tier):
         logger.warning("storage cannot be used; trying again every %g s: %s", _OPEN_AGAIN_S, error or "see above")
         self._open_again_s = time.monotonic() + _OPEN_AGAIN_S
 
-    def _leave(self, leaving: StorageTier) -> None:
+    def _leave(self, leaving: _Leaving) -> None:
         """Close storage once it reads nothing, or at the end of the patience: closing ends most calls that hang."""
-        leaving.before_step()
-        if self._closing is None:
-            if not leaving.is_reading or time.monotonic() >= self._patience_ends_s:
-                self._closing = _Work("storage closing", leaving.end, self.wakeup.wake)
-        elif self._closing.is_over:
-            if leaving.is_reading:
-                self._stuck.append(leaving)
-            last = leaving.stats()
+        tier = leaving.tier
+        tier.before_step()
+        if leaving.closing is None:
+            if not tier.is_reading or time.monotonic() >= leaving.patience_ends_s:
+                leaving.closing = _Work("storage closing", tier.end, self.wakeup.wake)
+        elif leaving.closing.is_over:
+            if tier.is_reading:
+                self._stuck.append(tier)
+            last = tier.stats()
             last = last if self._past is None else last.after(self._past)
             self._past = msgspec.structs.replace(
                 last, backend=None, is_degraded=False, queue_bytes=0, num_to_store=0, num_loading=0
             )
-            self._leaving = self._closing = None
-            self._end_change(None)
+            self._change = None
+            self._answers.append(StorageChanged(leaving.change_id, None))
 
-    def _end_change(self, why_not: str | None) -> None:
-        assert self._change_id is not None
-        self._answers.append(StorageChanged(self._change_id, why_not))
-        self._change_id = None
+    def _begin_to_open(self, spec: TierSpec) -> _Work[OpenStorage]:
+        return _Work("storage opening", self._opener(spec), self.wakeup.wake)
 
     def _opener(self, spec: TierSpec) -> Callable[[], OpenStorage]:
         return lambda: open_storage(spec, self._groups, self._runner)
@@ -291,3 +287,21 @@ class _Work(Generic[_T]):
         finally:
             self.is_over = True
             self._wake()
+
+
+@dataclass
+class _Opening:
+    """Storage that is being opened: for a change, or because opening the configured storage is tried again."""
+
+    work: _Work[OpenStorage]
+    change_id: int | None = None
+
+
+@dataclass
+class _Leaving:
+    """Storage that is being detached. It is closed at `patience_ends_s` (monotonic) even if a call has not returned."""
+
+    tier: StorageTier
+    change_id: int
+    patience_ends_s: float
+    closing: _Work[None] | None = None
