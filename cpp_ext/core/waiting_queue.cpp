@@ -24,11 +24,12 @@ bool WaitingQueue::Earlier::operator()(const Request* a, const Request* b) const
 // Notes that a flow begins to wait, if none of its requests waits yet. It is compared with the waiting flows of its
 // priority or, if there are none, with the flow that waited last.
 void WaitingQueue::begin_waiting(const Request& r) {
+    const auto own = lanes_.lower_bound({r.priority, r.flow, kBeforeAll});
+    if (own != lanes_.end() && own->first < Key(r.priority, r.flow, kBehindAll)) return;
     std::optional<int64_t> least;
     auto it = lanes_.lower_bound({r.priority, kBeforeAll, kBeforeAll});
     while (it != lanes_.end() && std::get<0>(it->first) == r.priority) {
         const int flow = std::get<1>(it->first);
-        if (flow == r.flow) return;
         least = std::min(least.value_or(shares_.counter(flow)), shares_.counter(flow));
         it = lanes_.upper_bound({r.priority, flow, kBehindAll});
     }
@@ -152,42 +153,62 @@ bool WaitingQueue::Cursor::open_next_priority() {
     if (it == queue_.lanes_.end()) return false;
     passed_priority_ = std::get<0>(it->first);
     for (; it != queue_.lanes_.end() && std::get<0>(it->first) == passed_priority_; ++it) {
-        if (Request* first = first_free(it->second)) heads_.push_back({queue_.order_.urgency(*first, moment_), first});
+        Request* first = first_free(it->second);
+        if (!first) continue;
+        if (flows_.empty() || flows_.back().flow != first->flow) {
+            flows_.push_back({first->flow, head_of(*first), {}});
+        } else {
+            flows_.back().others.push_back(head_of(*first));
+        }
     }
+    for (Lanes& lanes : flows_) lanes.bring_first_forward();
     return true;
 }
 
-bool WaitingQueue::Cursor::goes_before(const Head& a, const Head& b) const {
-    if (a.urgency != b.urgency) return a.urgency > b.urgency;
-    return std::tuple(a.request->num_left(), a.request->arrival) <
-           std::tuple(b.request->num_left(), b.request->arrival);
+WaitingQueue::Cursor::Head WaitingQueue::Cursor::head_of(Request& r) const {
+    return {queue_.order_.urgency(r, moment_), r.num_left(), r.arrival, &r};
 }
 
-int64_t WaitingQueue::Cursor::least_counter() const {
+bool WaitingQueue::Cursor::Head::goes_before(const Head& other) const {
+    if (urgency != other.urgency) return urgency > other.urgency;
+    return std::tie(num_left, arrival) < std::tie(other.num_left, other.arrival);
+}
+
+void WaitingQueue::Cursor::Lanes::bring_first_forward() {
+    for (Head& other : others)
+        if (other.goes_before(first)) std::swap(first, other);
+}
+
+// Returns the flow of the next request. The flow that has had least is never past its share, so none that is goes next.
+std::vector<WaitingQueue::Cursor::Lanes>::iterator WaitingQueue::Cursor::next_lanes() {
+    const FairShare& shares = queue_.shares_;
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (const Head& head : heads_) least = std::min(least, queue_.shares_.counter(head.request->flow));
-    return least;
+    for (const Lanes& lanes : flows_) least = std::min(least, shares.counter(lanes.flow));
+    auto next = flows_.end();
+    for (auto it = flows_.begin(); it != flows_.end(); ++it) {
+        if (shares.is_past_counter(it->flow, least)) continue;
+        if (next == flows_.end() || it->first.goes_before(next->first)) next = it;
+    }
+    return next;
 }
 
 Request* WaitingQueue::Cursor::next() {
-    while (heads_.empty()) {
+    while (flows_.empty()) {
         if (!open_next_priority()) return nullptr;
     }
-    const bool is_shared = queue_.shares_.is_shared();
-    const int64_t least = is_shared ? least_counter() : 0;
-    const auto is_past = [&](const Head& head) {
-        return is_shared && queue_.shares_.is_past_counter(head.request->flow, least);
-    };
-    const auto best = std::min_element(heads_.begin(), heads_.end(), [&](const Head& a, const Head& b) {
-        const bool is_past_a = is_past(a), is_past_b = is_past(b);
-        return is_past_a == is_past_b ? goes_before(a, b) : is_past_b;
-    });
-    Request* found = best->request;
+    const auto lanes = next_lanes();
+    Request* found = lanes->first.request;
     if (Request* next = queue_.behind(*found)) {
-        *best = {queue_.order_.urgency(*next, moment_), next};
+        lanes->first = head_of(*next);
+    } else if (!lanes->others.empty()) {
+        lanes->first = lanes->others.back();
+        lanes->others.pop_back();
     } else {
-        heads_.erase(best);
+        std::swap(*lanes, flows_.back());
+        flows_.pop_back();
+        return found;
     }
+    lanes->bring_first_forward();
     return found;
 }
 

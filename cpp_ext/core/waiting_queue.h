@@ -18,8 +18,8 @@
 
 namespace swiftkv {
 
-// Keeps the requests of each flow in the lanes that the order assigns. Finding the next request takes time in
-// proportion to the lanes of its priority, however many requests wait.
+// Keeps the requests of each flow in the lanes that the order assigns. Finding the first request takes time in
+// proportion to the lanes of its priority, and each further one in proportion to its flows, however many requests wait.
 class WaitingQueue {
   public:
     // Goes through the requests of a queue in order: by priority, then flows that are past their share after the
@@ -32,19 +32,32 @@ class WaitingQueue {
         Request* next();  // null: there are no more
 
       private:
+        // The next request of a lane, and a copy of what orders it: heads are compared far more often than they change.
         struct Head {
             double urgency;
+            int num_left;
+            uint64_t arrival;
             Request* request;
+
+            bool goes_before(const Head& other) const;
+        };
+        // The lanes of one flow that have a next request.
+        struct Lanes {
+            int flow;
+            Head first;
+            std::vector<Head> others;
+
+            void bring_first_forward();
         };
 
         bool open_next_priority();
-        int64_t least_counter() const;
-        bool goes_before(const Head& a, const Head& b) const;
+        Head head_of(Request& request) const;
+        std::vector<Lanes>::iterator next_lanes();
 
         const WaitingQueue& queue_;
         const Moment moment_;
         int64_t passed_priority_ = std::numeric_limits<int64_t>::min();
-        std::vector<Head> heads_;  // of one priority's lanes
+        std::vector<Lanes> flows_;  // of one priority
     };
 
     WaitingQueue(const KvCache& cache, const AdmissionOrder& order, FairShare& shares)
