@@ -55,12 +55,12 @@ int64_t Scheduler::num_dropped_offers() const {
 
 void Scheduler::hold(RequestId id) {
     const std::lock_guard lock(mutex_);
-    if (Request* request = roster_.find(id)) request->is_held = true;
+    if (Request* request = roster_.find(id)) roster_.set_held(*request, true);
 }
 
 void Scheduler::let_go(RequestId id) {
     const std::lock_guard lock(mutex_);
-    if (Request* request = roster_.find(id)) request->is_held = false;
+    if (Request* request = roster_.find(id)) roster_.set_held(*request, false);
 }
 
 Scheduler::Lookup Scheduler::look_up(RequestId id) const {
@@ -139,7 +139,7 @@ void Scheduler::meet(RequestId id, int num_blocks) {
     Request* request = roster_.find(id);
     if (!request) return;
     check_has_keys(num_blocks, matchable(*request, limits_.block_size));
-    request->is_held = false;
+    roster_.set_held(*request, false);
     if (can_meet() && roster_.waiting().contains(*request)) request->back_end = num_blocks;
 }
 

@@ -8,7 +8,6 @@
 #include <optional>
 #include <set>
 #include <span>
-#include <tuple>
 #include <vector>
 
 #include "admission_order.h"
@@ -24,7 +23,7 @@ class WaitingQueue {
   public:
     // Goes through the requests of a queue in order: by priority, then flows that are past their share after the
     // others, then as the order says. Requests that it has passed may leave the queue meanwhile, and be charged for.
-    // It leaves out those that are held, however many they are.
+    // It leaves out those that are held.
     class Cursor {
       public:
         Cursor(const WaitingQueue& queue, const Moment& moment) : queue_(queue), moment_(moment) {}
@@ -65,8 +64,10 @@ class WaitingQueue {
 
     void add(Request& request);
     void remove(Request& request);
+    // Keeps a request of the queue from being next, or lets it be next again.
+    void set_held(Request& request, bool is_held);
     size_t size() const { return size_; }
-    int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // the queue must not be empty
+    int64_t first_priority() const { return lanes_.begin()->first.priority; }  // the queue must not be empty
     bool contains(Request& request) const;
     // Moves the requests whose prompts go on with these keys, which are now cached, to their new lanes: at most a few
     // dozen at once, the others in the next calls. Does nothing unless the order compares lengths.
@@ -86,7 +87,13 @@ class WaitingQueue {
         bool operator()(const Request* a, const Request* b) const;
     };
     using Lane = std::set<Request*, Earlier>;
-    using Key = std::tuple<int64_t, int, int>;  // priority, flow, lane
+    // Held requests have lanes of their own, so that looking for the next request does not walk past them.
+    struct Key {
+        int64_t priority;
+        int flow, lane;
+        bool is_held;
+        auto operator<=>(const Key&) const = default;
+    };
     // A request that would find more in the cache if the cache had this key.
     struct Awaiting {
         BlockKey key;
@@ -95,6 +102,7 @@ class WaitingQueue {
         auto operator<=>(const Awaiting&) const = default;
     };
 
+    static Key key_of(const Request& r) { return {r.priority, r.flow, r.lane, r.is_held}; }
     void insert(Request& request);
     void erase(Request& request);
     void begin_waiting(const Request& request);
@@ -102,8 +110,6 @@ class WaitingQueue {
     int num_known(const Request& request) const;
     bool refresh(Request& request);
     std::optional<Awaiting> awaiting(Request& request) const;
-    static Request* first_free(const Lane& lane, Lane::const_iterator from);
-    static Request* first_free(const Lane& lane) { return first_free(lane, lane.begin()); }
     Request* behind(Request& request) const;
 
     const KvCache& cache_;

@@ -945,11 +945,11 @@ MUTANTS = [
         "    if (order_.interrupts_prompts())\n        std::sort",
         "    if (false)\n        std::sort",
     ),
-    one("who is held begins", QUEUE, "return !r->is_held;", "return true;"),
+    one("who is held begins", QUEUE, "if (key.is_held) continue;", ""),
     Mutant(
         "many that are held hide others",
         (
-            Edit(QUEUE, "return !r->is_held;", "return true;"),
+            Edit(QUEUE, "if (key.is_held) continue;", ""),
             Edit(BUILDER, "if (!policy_.may_begin(*r", "if (r->is_held || !policy_.may_begin(*r"),
         ),
     ),
