@@ -143,12 +143,10 @@ bool StepBuilder::may_seat(int64_t priority) const {
 
 bool StepBuilder::admit(Request& r, int token_budget) {
     std::vector<Request*> giving_way = policy_.those_that_give_way(r, roster_.running(), num_begun_);
-    if (giving_way.empty()) {
-        if (!roster_.has_free_slot()) return false;
-        if (is_matching_ && refusal_.still_holds(r, roster_.num_running(), token_budget)) {
-            has_refused_ = true;
-            return false;
-        }
+    if (giving_way.empty() && !roster_.has_free_slot()) return false;
+    if (is_matching_ && refusal_.still_holds(r, roster_.num_running(), token_budget, !giving_way.empty())) {
+        has_refused_ = true;
+        return false;
     }
     const int block_size = cache_.block_size();
     PrefixMatch found{};
@@ -203,10 +201,26 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     const int spare = policy_.spare_blocks(roster_.running());
     const int short_group =
         num_tokens > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), {spare});
+    Refusal::Lack lack;
+    if (short_group != kNone) {
+        const auto growth_without = [&](std::span<const BlockTable* const> leaving) {
+            const int left = spare - static_cast<int>(leaving.size());
+            return cache_.least_growth(short_group, r.table, chunk_end, r.num_tokens(), left, leaving);
+        };
+        lack = {short_group, growth_without({}), growth_without(tables_below(r))};
+    }
     has_refused_ = true;
     cache_.put_back(r.table);
     r.num_computed = 0;
-    if (is_matching_) refusal_.note(r, roster_.num_running(), token_budget, short_group);
+    if (is_matching_) refusal_.note(r, roster_.num_running(), token_budget, lack);
+}
+
+// Returns the tables of all running requests of lower classes than this one's, whether they would give way or not.
+std::vector<const BlockTable*> StepBuilder::tables_below(const Request& waiting) const {
+    std::vector<const BlockTable*> tables;
+    for (const Request* r : roster_.running())
+        if (class_of(r->priority) > class_of(waiting.priority)) tables.push_back(&r->table);
+    return tables;
 }
 
 // Returns as many of the requests that give way as must leave to make a slot and room for a request, whose table has

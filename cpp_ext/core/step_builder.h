@@ -88,6 +88,7 @@ class StepBuilder {
     bool may_seat(int64_t priority) const;
     bool admit(Request& request, int token_budget);
     void turn_away(Request& request, int num_tokens, int token_budget);
+    std::vector<const BlockTable*> tables_below(const Request& waiting) const;
     std::vector<Request*> who_must_leave(const Request& request, std::vector<Request*> giving_way,
                                          int token_budget) const;
     bool displace(std::span<Request* const> leaving);

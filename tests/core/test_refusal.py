@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from kv_oracle import Engine
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
-from naive_scheduler import Setup
+from naive_scheduler import PRIORITIES_PER_CLASS, Setup
 
 from swiftkv._core import Scheduler
 
@@ -101,6 +102,39 @@ def test_a_blocked_prompt_is_matched_again_when_blocks_are_freed() -> None:
     assert list(e.finished) == [2]
 
 
+def test_a_blocked_prompt_is_not_matched_again_before_it_may_fit() -> None:
+    """It lacks seven blocks: those of the first request, but not those of the second."""
+    e = engine()
+    e.add(1, prompt(30, 1), max_tokens=20)
+    e.add(2, prompt(4, 2), max_tokens=3)
+    e.add(3, prompt(4, 3), max_tokens=3)
+    e.step()
+    e.add(4, prompt(54, 4), max_tokens=1)
+    while e.scheduler.stats().num_running > 1:
+        e.step()
+    assert matches(e.scheduler) == 4
+    e.abort(1)
+    e.step()
+    assert matches(e.scheduler) == 5
+    assert 4 in e.finished
+
+
+def test_a_prompt_that_no_displacement_helps_is_not_matched_at_every_step() -> None:
+    e = engine()
+    e.add(1, prompt(40, 1), max_tokens=20)
+    e.add(2, prompt(4, 2), max_tokens=20, priority=2 * PRIORITIES_PER_CLASS)
+    e.step()
+    e.add(3, prompt(44, 3), max_tokens=1)
+    for _ in range(8):
+        e.step()
+    assert matches(e.scheduler) == 3
+    e.abort(1)
+    e.step()
+    assert matches(e.scheduler) == 4
+    e.drain()
+    assert sorted(e.finished) == [2, 3]
+
+
 def test_a_blocked_prompt_is_matched_again_when_another_request_computes_its_next_block() -> None:
     e = engine()
     e.add(1, prompt(36, 1), max_tokens=20, skip_prefix_match=True)  # which nobody waits for
@@ -171,7 +205,19 @@ def test_matches_that_become_shorter_while_prompts_wait(first: int) -> None:
         churn(Engine(setup), rng)
 
 
-def churn(e: Engine, rng: random.Random) -> None:
+@pytest.mark.parametrize("first", [0, 50])
+def test_prompts_of_classes_wait_for_room(first: int) -> None:
+    """Plans are those of one that matches every prompt at every step."""
+    for seed in range(first, first + 50):
+        rng = random.Random(seed)
+        size, longest = rng.choice([2, 4]), rng.choice([24, 32, 40])
+        groups = ((1, longest // size + rng.randint(0, 20), 0),)
+        policy = rng.choice(["priority", "priority", "hrrn", "spf"])
+        setup = Setup(groups, size, rng.choice([3, 5, 8]), rng.choice([8, 16, 32]), longest, scheduling_policy=policy)
+        churn(Engine(setup), rng, [0, 0, 1, PRIORITIES_PER_CLASS, 2 * PRIORITIES_PER_CLASS])
+
+
+def churn(e: Engine, rng: random.Random, priorities: Sequence[int] = (0,)) -> None:
     """Let requests that begin like one of two documents come, go on and be aborted."""
     documents = [[rng.randrange(1000) for _ in range(e.setup.max_model_len)] for _ in range(2)]
     for request_id in range(70):
@@ -180,7 +226,9 @@ def churn(e: Engine, rng: random.Random) -> None:
             kept, added = rng.choice([0, 8, 12, 16, 20, 24]), rng.choice([1, 4, 8, 12])
             tokens = [*rng.choice(documents)[:kept], *(rng.randrange(1000) for _ in range(added))]
             tokens = tokens[: e.setup.max_model_len - 2]
-            e.add(request_id, tokens, max_tokens=rng.choice([1, 1, e.setup.max_model_len - len(tokens)]))
+            max_tokens = rng.choice([1, 1, e.setup.max_model_len - len(tokens)])
+            priority = priorities[request_id % len(priorities)]
+            e.add(request_id, tokens, max_tokens=max_tokens, priority=priority)
         elif event < 0.36 and e.requests:
             e.abort(rng.choice(sorted(e.requests)))
         else:

@@ -1072,7 +1072,10 @@ MUTANTS = [
         "::rest(BlockId block) {",
     ),
     one(
-        "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
+        "a refusal outlives extents that come home",
+        POOL_EXTENTS,
+        "    num_room_changes_ += blocks_per_extent(lend_link);",
+        "",
     ),
     one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
     one(
@@ -1094,13 +1097,13 @@ MUTANTS = [
     one(
         "a refusal outlives a step with less room",
         REFUSAL,
-        "(then.short_group != kNone || token_budget == then.token_budget)",
+        "(lack.group != kNone || token_budget == budget_then)",
         "true",
     ),
     one(
         "a refused prompt is matched at every step",
         BUILDER,
-        "refusal_.still_holds(r, roster_.num_running(), token_budget)",
+        "refusal_.still_holds(r, roster_.num_running(), token_budget, !giving_way.empty())",
         "false",
     ),
     # The plan.
