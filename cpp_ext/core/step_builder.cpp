@@ -86,11 +86,11 @@ void StepBuilder::admit_while(MayGo may_go) {
     WaitingQueue::Cursor waiting = roster_.waiting().in_order(moment_);
     int num_refused = 0;
     const Request* refused = nullptr;  // the first one
-    for (int i = 0; i < policy_.max_looks() && !is_closed() && may_seat(); ++i) {
+    for (int i = 0; i < policy_.max_looks() && may_look_up() && !is_closed() && may_seat(); ++i) {
         Request* r = waiting.next();
         if (!r || !may_seat(r->priority) || class_of(r->priority) >= displaced_class_ || !may_go(*r)) return;
         if (refused && shares_.is_past(r->flow, refused->flow)) return;
-        if (!policy_.may_begin(*r, roster_.running()) || policy_.is_prefix_coming(*r, roster_.running())) continue;
+        if (!policy_.may_begin(*r, roster_.running()) || is_prefix_coming(*r)) continue;
         if (is_stuck(*r) || admit(*r, budget_left_)) continue;
         if (must_commit_ || !roster_.has_free_slot()) return;
         if (++num_refused == policy_.max_refusals()) return;
@@ -121,6 +121,12 @@ void StepBuilder::admit_unmatched() {
     is_matching_ = false;
     admit_oversized_prompt();
     admit_waiting();
+}
+
+// Counts the keys, which are looked up while anything loads.
+bool StepBuilder::is_prefix_coming(const Request& r) {
+    if (cache_.has_loading()) num_keys_ += std::ssize(r.keys);
+    return policy_.is_prefix_coming(r, roster_.running());
 }
 
 // Whether the request would have no room even if it were alone. Notes since when.
@@ -156,6 +162,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         r.num_computed = found.length * block_size;
         r.num_shared_blocks = found.num_known < max_match ? found.num_known : 0;
         ++num_matches_;
+        num_keys_ += max_match;
     }
     std::vector<int32_t> borrowed_hits;
     if (cache_.can_borrow()) borrowed_hits = cache_.borrowed_blocks(r.table);

@@ -6,12 +6,14 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from kv_oracle import Engine
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
 from naive_scheduler import PRIORITIES_PER_CLASS, Setup
 
-from swiftkv._core import Scheduler
+from swiftkv import _core
+from swiftkv._core import GroupSpec, Scheduler
 
 BLOCK = 4
 
@@ -133,6 +135,45 @@ def test_a_prompt_that_no_displacement_helps_is_not_matched_at_every_step() -> N
     assert matches(e.scheduler) == 4
     e.drain()
     assert sorted(e.finished) == [2, 3]
+
+
+def test_a_step_looks_up_a_bounded_number_of_keys() -> None:
+    """A short prompt behind many long ones that wait for a load begins when that has ended, or at once if no other
+    request would be in the step.
+    """
+    length = 4096
+    scheduler = Scheduler(
+        [GroupSpec(1, 3 * length)],
+        block_size=1,
+        max_num_seqs=64,
+        max_num_batched_tokens=2 * length,
+        max_model_len=2 * length,
+    )
+
+    def add(request_id: int, tokens: list[int], max_tokens: int = 1) -> None:
+        no_stop = np.array([], np.int32)
+        scheduler.add_request(request_id, np.array(tokens, np.int32), max_tokens, 0, no_stop, b"", False)
+
+    def step() -> list[int]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(np.zeros(len(plan.logits_rows), np.int32))
+        return plan.request_ids.tolist()
+
+    document = prompt(length, 0)
+    add(1, document)
+    step()
+    loaded = scheduler.begin_loading(_core.block_keys(b"", np.array([*document, 1], np.int32), 1)[-32:])
+    for request_id in range(100, 133):
+        add(request_id, [*document, 1, 2])
+    add(2, [5])
+    assert step() == [2]
+    add(3, [5], max_tokens=8)
+    assert step() == [3]
+    add(4, [6])
+    assert step() == [3]
+    scheduler.end_loading(loaded, True)
+    assert {*step(), *step()} >= {3, 4, 100, 132}
 
 
 def test_a_blocked_prompt_is_matched_again_when_another_request_computes_its_next_block() -> None:
