@@ -213,6 +213,45 @@ def test_a_blocked_prompt_is_matched_again_when_extents_come_home() -> None:
     e.drain()
 
 
+def test_all_blocks_of_an_extent_that_comes_home_are_room_for_a_blocked_prompt() -> None:
+    setup = LendingSetup(((2, 16, 0),), (BorrowSetup(0, 1, 1),), ((0, 2, 8),), max_num_batched_tokens=64)
+    e = LendingEngine(setup, random.Random(0))
+    e.lend(0, 1)
+    e.add(1, prompt(16, 1), max_tokens=8)
+    assert e.schedule()
+    e.commit()
+    e.add(2, prompt(32, 2), max_tokens=1)
+    assert e.schedule()
+    e.commit()
+    e.take_back(0, 1)
+    assert e.schedule()
+    assert e.planned[0].plan.new_request_ids.tolist() == [2]
+    e.commit()
+    e.drain()
+
+
+def test_a_staging_block_is_room_for_many_blocks_of_a_blocked_prompt() -> None:
+    setup = LendingSetup(((8, 16, 0),), (BorrowSetup(0, 1, 40),), (), max_num_batched_tokens=64, max_model_len=120)
+    e = LendingEngine(setup, random.Random(0))
+    e.add(1, prompt(48, 1), max_tokens=8)
+    e.add(2, prompt(5, 2), max_tokens=8)
+    assert e.schedule()
+    e.commit()
+    e.borrow(0, 1)
+    e.add(3, prompt(88, 3), max_tokens=1)
+    assert e.schedule()
+    assert e.planned[0].plan.new_request_ids.tolist() == []
+    e.commit()
+    e.abort(2)
+    begun: list[int] = []
+    for _ in range(3):  # room for staging comes first
+        assert e.schedule()
+        begun += e.planned[0].plan.new_request_ids.tolist()
+        e.commit()
+    assert begun == [3]
+    e.drain()
+
+
 def test_a_prompt_that_must_be_whole_is_matched_again_when_a_step_has_more_room_for_it() -> None:
     e = Engine(Setup(((3, 32, 0),), BLOCK, 8, 10, 64, enable_chunked_prefill=False))
     e.add(1, prompt(4, 1), max_tokens=2)

@@ -1077,6 +1077,18 @@ MUTANTS = [
         "    num_room_changes_ += blocks_per_extent(lend_link);",
         "",
     ),
+    one(
+        "an extent that comes home is room for one block",
+        POOL_EXTENTS,
+        "num_room_changes_ += blocks_per_extent(lend_link);",
+        "++num_room_changes_;",
+    ),
+    one(
+        "a staging block is room for one block",
+        CACHE_ROOM,
+        "can_borrow() ? ceil_div(blocks, spec(g).num_layers) : blocks",
+        "blocks",
+    ),
     one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
     one(
         "one refusal makes another forgotten",
@@ -1105,6 +1117,23 @@ MUTANTS = [
         BUILDER,
         "refusal_.still_holds(r, roster_.num_running(), token_budget, !giving_way.empty())",
         "false",
+    ),
+    one(
+        "a refusal outlives the room that was lacking",
+        REFUSAL,
+        "return growth < (r.back_end",
+        "return growth <= (r.back_end",
+    ),
+    one("fewer that run leave no more room", REFUSAL, " + std::max(0, num_running_then - num_running);", ";"),
+    one("who could displace others is refused again", BUILDER, "growth_without(tables_below(r))", "growth_without({})"),
+    one(
+        "a step looks up all keys of those that wait", BUILDER_H, "num_keys_ < policy_.max_keys() || is_empty()", "true"
+    ),
+    one(
+        "a step without requests looks no further",
+        BUILDER_H,
+        "num_keys_ < policy_.max_keys() || is_empty()",
+        "num_keys_ < policy_.max_keys()",
     ),
     # The plan.
     one(
