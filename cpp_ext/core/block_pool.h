@@ -56,7 +56,8 @@ class BlockPool {
     // recalled extent.
     int available(Place place) const { return num_free(place) + num_cached(place); }
 
-    // A counter that grows whenever an allocation that failed before may succeed.
+    // A counter that grows whenever an allocation that failed before may succeed, by at least the number of blocks that
+    // are newly available.
     int64_t num_room_changes() const { return num_room_changes_; }
     // A counter that grows whenever a block changes its state, or an extent ceases to be held or kept.
     int64_t num_moves() const { return num_moves_; }

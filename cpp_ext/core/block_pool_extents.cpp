@@ -156,7 +156,7 @@ void BlockPool::take_back(int lend_link, int extent) noexcept {
         move_to(b, BlockState::kFree);
     }
     lend_links_[lend_link].is_lent[extent] = false;
-    ++num_room_changes_;
+    num_room_changes_ += blocks_per_extent(lend_link);
 }
 
 void BlockPool::check_lent(int lend_link, std::span<const ExtentId> extents) const {
@@ -227,7 +227,7 @@ void BlockPool::borrow(int borrow_link, int extent) noexcept {
     num_held_blocks_ += link.link.blocks_per_extent;
     const BlockId first = link.first + extent * link.link.blocks_per_extent;
     for (BlockId b = first; b < first + link.link.blocks_per_extent; ++b) move_to(b, BlockState::kFree);
-    ++num_room_changes_;
+    num_room_changes_ += link.link.blocks_per_extent;
 }
 
 void BlockPool::recall(int borrow_link, int extent) noexcept {

@@ -1,19 +1,28 @@
 #include "demand.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace swiftkv {
+namespace {
+
+int at_most_int(int64_t count) {
+    return static_cast<int>(std::min<int64_t>(count, std::numeric_limits<int>::max()));
+}
+
+}  // namespace
 
 Demand::Demand(const KvCache& cache, const SchedulerLimits& limits)
     : cache_(cache), limits_(limits), waiting_blocks_(cache.num_groups()), peaks_(cache.num_groups()) {}
 
 template <class NumBlocks>
 int Demand::lendable_blocks(int g, NumBlocks&& num_blocks) const {
-    if (!cache_.shares_extents()) return num_blocks(g);
-    int num_extents = 0;
-    for (int h = 0; g == 0 && h < cache_.num_groups(); ++h) num_extents += extents_for(cache_.spec(h), num_blocks(h));
-    return num_extents * cache_.spec(g).blocks_per_extent;
+    if (!cache_.shares_extents()) return at_most_int(num_blocks(g));
+    int64_t num_extents = 0;
+    for (int h = 0; g == 0 && h < cache_.num_groups(); ++h)
+        num_extents += extents_for(cache_.spec(h), at_most_int(num_blocks(h)));
+    return at_most_int(num_extents * cache_.spec(g).blocks_per_extent);
 }
 
 void Demand::add_waiting(const Request& r) {

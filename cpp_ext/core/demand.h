@@ -1,6 +1,7 @@
 // The KV cache that requests want. Lenders decide by it.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "../common/check.h"
@@ -36,20 +37,21 @@ class Demand {
   private:
     // The number of blocks for the tokens that a request has, and one more for it to grow into.
     int blocks_wanted(const Request& request, int group) const;
-    // Returns the number of blocks that a lender counts for a group if each group wants num_blocks(group).
+    // Returns the number of blocks that a lender counts for a group if each group wants num_blocks(group). Requests may
+    // want more than an int can count: then it is the largest int.
     template <class NumBlocks>
     int lendable_blocks(int group, NumBlocks&& num_blocks) const;
     GroupDemand of_group(int group, int num_running) const;
 
     const KvCache& cache_;
     const SchedulerLimits& limits_;
-    std::vector<int> waiting_blocks_;
+    std::vector<int64_t> waiting_blocks_;
     std::vector<GroupDemand> peaks_;
 };
 
 template <class Requests>
 void Demand::check(const Requests& waiting) const {
-    std::vector<int> wanted(cache_.num_groups());
+    std::vector<int64_t> wanted(cache_.num_groups());
     for (const Request* r : waiting)
         for (int g = 0; g < cache_.num_groups(); ++g) wanted[g] += blocks_wanted(*r, g);
     check_that(wanted == waiting_blocks_, "the blocks that waiting requests want are counted");

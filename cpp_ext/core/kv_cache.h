@@ -174,6 +174,10 @@ class KvCache {
     // longer prefix, so that less room is needed. It ignores commits of the very blocks that a request looks for: see
     // Refusal::note_commit(). kNone: any group.
     int64_t room_version(int group) const;
+    // The least growth of room_version(group) after which extend() may find room in a group if `leaving` let go of
+    // their blocks; 0 if it may find room at once. One block less to spare counts as a growth by 1.
+    int least_growth(int group, const BlockTable& table, int chunk_end, int prompt_end, int spare,
+                     std::span<const BlockTable* const> leaving) const;
     // Moves up to `max_blocks` borrowed blocks that only this table holds to local ones, as long as `spare` local
     // blocks stay available. Blocks that stay borrowed are streamed for every token.
     void promote(BlockTable& table, int spare, int max_blocks);
@@ -348,7 +352,8 @@ class KvCache {
     Gain gain_of(int group, const BlockTable& table);
     bool has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
                        int spare) const;
-    bool is_short(int group, int needed, int spare, Gain gain) const;
+    int lacking(int group, int needed, int spare, Gain gain) const;
+    bool is_short(int group, int needed, int spare, Gain gain) const { return lacking(group, needed, spare, gain) > 0; }
     int available(int group, Gain gain = {}) const;
     // ---- a house: extents that groups share; in kv_cache_house.cpp ----
     std::vector<int> missing_blocks(const BlockTable& table, int chunk_end, int prompt_end) const;

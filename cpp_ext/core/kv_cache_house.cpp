@@ -4,6 +4,7 @@
 // them; 0 for a group that takes none.
 #include <algorithm>
 #include <climits>
+#include <ranges>
 #include <unordered_map>
 #include <utility>
 
@@ -249,19 +250,22 @@ std::vector<int> KvCache::lendable_of_house(int lend_link, int max_extents, bool
     const auto [g, link] = lend_links_[lend_link];
     const BlockPool& pool = groups_[g].pool;
     const int size = pool.blocks_per_extent(link) / pool.house_extent_blocks();
+    const auto has_owner = [&](ExtentId extent) { return house_->owner(extent) != kNone; };
     std::vector<int> found;
+    for (int extent = pool.num_lend_extents(link); extent-- > 0 && static_cast<int>(found.size()) < max_extents;)
+        if (std::ranges::none_of(std::views::iota(extent * size, (extent + 1) * size), has_owner))
+            found.push_back(extent);
+    if (!or_cached || static_cast<int>(found.size()) == max_extents) return found;
     std::vector<std::pair<Cached, int>> others;
-    for (int extent = pool.num_lend_extents(link); extent-- > 0 && static_cast<int>(found.size()) < max_extents;) {
+    for (int extent = 0; extent < pool.num_lend_extents(link); ++extent) {
         const std::optional<Cached> last = last_to_go(extent * size, size);
-        if (last && last->group == kNone) found.push_back(extent);
         if (last && last->group != kNone) others.emplace_back(*last, extent);
     }
-    if (!or_cached) return found;
-    std::sort(others.begin(), others.end(), [&](const auto& a, const auto& b) {
+    const auto num_wanted = std::min<std::ptrdiff_t>(max_extents - std::ssize(found), std::ssize(others));
+    std::partial_sort(others.begin(), others.begin() + num_wanted, others.end(), [&](const auto& a, const auto& b) {
         return goes_before(a.first.group, a.first.block, b.first.group, b.first.block);
     });
-    for (const auto& [last, extent] : others)
-        if (static_cast<int>(found.size()) < max_extents) found.push_back(extent);
+    for (const auto& [last, extent] : std::span(others).first(num_wanted)) found.push_back(extent);
     return found;
 }
 

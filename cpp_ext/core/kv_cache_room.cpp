@@ -20,10 +20,12 @@ int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end,
     return kNone;
 }
 
-bool KvCache::is_short(int g, int needed, int spare, Gain gain) const {
-    if (needed <= 0 && !can_borrow()) return false;
+// Returns the number of blocks that a group has too few.
+int KvCache::lacking(int g, int needed, int spare, Gain gain) const {
+    if (needed <= 0 && !can_borrow()) return 0;
     const int over = overdraft(g, gain);
-    return (needed > 0 || over > 0) && available(g, gain) < std::max(0, needed) + spare + over;
+    if (needed <= 0 && over <= 0) return 0;
+    return std::max(0, std::max(0, needed) + spare + over - available(g, gain));
 }
 
 int KvCache::releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
@@ -154,6 +156,15 @@ int64_t KvCache::room_version(int group) const {
     for (int g = 0; g < num_groups(); ++g)
         if (group == kNone || group == g) version += groups_[g].pool.num_room_changes() + groups_[g].num_unfreshed;
     return version;
+}
+
+// The room grows by no more blocks than its version: in a pool with staged blocks, by the layers of a block for each.
+// It is not known so exactly where an extent changes hands, or a shorter match needs fewer blocks of a window.
+int KvCache::least_growth(int g, const BlockTable& table, int chunk_end, int prompt_end, int spare,
+                          std::span<const BlockTable* const> leaving) const {
+    if (house_ || spec(g).window > 0) return leaving.empty();
+    const int blocks = lacking(g, missing(table, g, chunk_end, prompt_end), spare, most_gains(leaving)[g]);
+    return can_borrow() ? ceil_div(blocks, spec(g).num_layers) : blocks;
 }
 
 int KvCache::available(int g, Gain gain) const {

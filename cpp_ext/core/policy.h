@@ -35,6 +35,9 @@ class Policy {
     // The number of waiting requests that one step looks at, and the number that may find no room, before it gives up.
     int max_looks() const { return 256; }
     int max_refusals() const { return 16; }
+    // The number of keys of waiting requests that a step looks up in the prefix cache, in a few milliseconds, before it
+    // looks at no further one.
+    int64_t max_keys() const { return 1 << 17; }
     // Whether there would be room for the request if it were alone.
     bool could_hold(const Request& request) const;
     // Whether the request needs a step of its own: its prompt is not split, and is longer than the budget of a step.

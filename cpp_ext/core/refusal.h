@@ -14,11 +14,17 @@ class Refusal {
   public:
     explicit Refusal(const KvCache& cache) : cache_(cache) {}
 
-    // Notes that a request was refused beside `num_running` others, for want of room in a group. `short_group` is kNone
-    // if it needs more tokens of the step than the `token_budget` that was left.
-    void note(const Request& request, int num_running, int token_budget, int short_group);
-    // Whether the request would be refused again.
-    bool still_holds(const Request& request, int num_running, int token_budget) const;
+    // What a request lacks: room in `group`, until its version has grown by so much, or kNone if it needs more tokens
+    // of the step than were left.
+    struct Lack {
+        int group = kNone;
+        int least_growth = 1;
+        int least_growth_if_displacing = 0;  // if all running requests of lower classes left; 0: that may help now
+    };
+    // Notes that a request was refused beside `num_running` others, with `token_budget` left of the step.
+    void note(const Request& request, int num_running, int token_budget, Lack lack);
+    // Whether the request would be refused again, even if running requests of lower classes gave way to it.
+    bool still_holds(const Request& request, int num_running, int token_budget, bool may_displace) const;
     // Notes that a running request is about to put its first `num_blocks` blocks into the prefix cache.
     void note_commit(const Request& running, int num_blocks);
     // These forget the refusal of a request that is about to end, or all of them.
@@ -30,7 +36,7 @@ class Refusal {
         int64_t room_version;
         int num_running;
         int token_budget;
-        int short_group;
+        Lack lack;
     };
 
     const KvCache& cache_;

@@ -36,6 +36,14 @@ void Roster::add(std::unique_ptr<Request> request) {
     demand_.note_length(r);
 }
 
+void Roster::set_held(Request& r, bool is_held) {
+    if (r.slot == kNone) {
+        waiting_.set_held(r, is_held);
+    } else {
+        r.is_held = is_held;
+    }
+}
+
 void Roster::erase(Request& r) {
     std::erase(preempted_, r.id);
     if (r.slot == kNone) {

@@ -36,6 +36,8 @@ class Roster {
 
     // Adds a request that arrives now; it waits.
     void add(std::unique_ptr<Request> request);
+    // Keeps a request from being admitted while it waits, now or later, or lets it be admitted.
+    void set_held(Request& request, bool is_held);
     // Forgets a request, which waits or runs.
     void erase(Request& request);
     // Lets a waiting request run, in the lowest free row slot.

@@ -314,6 +314,7 @@ void Scheduler::commit_computed(const StepRow& row, int num_rejected) {
 void Scheduler::end(Request& r) {
     leave_steps(r, false);
     refusal_.forget(r);
+    std::erase(brought_, &r);
     roster_.erase(r);
 }
 

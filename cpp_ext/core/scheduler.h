@@ -193,7 +193,8 @@ class Scheduler {
     void drop_steps(Request& request);
     void leave_steps(const Request& request, bool is_dropped);
     bool reads_lost(const StepRow& row) const;
-    std::vector<std::span<const BlockKey>> prefixes_brought_before(const Request& request) const;
+    void note_brought(Request& request);
+    std::vector<std::span<const BlockKey>> prefixes_brought_before(const Request& request);
     void check_is_open(const char* what) const;
     bool is_step_copying() const { return !open_.empty() && open_.back().has_copies; }
     void check_steps(const Request& running) const;
@@ -215,6 +216,7 @@ class Scheduler {
     bool must_commit_ = false;       // nothing can be planned before the next commit
     std::vector<Meeting> meetings_;  // meetings that no plan has named yet
     bool is_copying_ = false;        // the blocks that take_offers() named last are being copied
+    std::vector<Request*> brought_;  // the requests with a `load_end` or `back_end`, and some that had one
 
     int64_t prefix_matches_total_ = 0;
     int64_t prefix_query_tokens_total_ = 0;

@@ -3,6 +3,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "scheduler.h"
 
@@ -55,12 +56,12 @@ int64_t Scheduler::num_dropped_offers() const {
 
 void Scheduler::hold(RequestId id) {
     const std::lock_guard lock(mutex_);
-    if (Request* request = roster_.find(id)) request->is_held = true;
+    if (Request* request = roster_.find(id)) roster_.set_held(*request, true);
 }
 
 void Scheduler::let_go(RequestId id) {
     const std::lock_guard lock(mutex_);
-    if (Request* request = roster_.find(id)) request->is_held = false;
+    if (Request* request = roster_.find(id)) roster_.set_held(*request, false);
 }
 
 Scheduler::Lookup Scheduler::look_up(RequestId id) const {
@@ -114,7 +115,10 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     const Spare spare{policy_.spare_blocks(roster_.running()), num_to_compute};
     std::vector<LoadingBlock> loading =
         cache_.begin_load(keys.first(num_blocks), first, spare, may_evict, prefixes_brought_before(*request));
-    if (!loading.empty() && request->slot == kNone) request->load_end = num_blocks;
+    if (!loading.empty() && request->slot == kNone) {
+        request->load_end = num_blocks;
+        note_brought(*request);
+    }
     cache_.describe_loading(loading, request->tokens, request->root_key, keys);
     return loading;
 }
@@ -122,16 +126,26 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
 // Returns the prefixes that storage has loaded, or still loads, for requests of the same or a lower priority number
 // that have not begun to use them: a load for this request may not evict them. Requests that could not run even if they
 // were alone do not count.
-std::vector<std::span<const BlockKey>> Scheduler::prefixes_brought_before(const Request& request) const {
-    std::vector<std::span<const BlockKey>> prefixes;
-    const auto add = [&](const Request* other) {
-        const int length = std::max(other->load_end, other->back_end);
-        if (length > 0 && other != &request && other->priority <= request.priority && policy_.could_hold(*other))
-            prefixes.push_back(std::span(other->keys).first(length));
+std::vector<std::span<const BlockKey>> Scheduler::prefixes_brought_before(const Request& request) {
+    const auto length_of = [](const Request* r) { return std::max(r->load_end, r->back_end); };
+    std::erase_if(brought_, [&](const Request* r) { return length_of(r) == 0; });
+    // Waiting requests come before running ones, each in the order of their container, so that equal loads find them in
+    // the same order.
+    const auto place = [](const Request* r) {
+        const bool waits = r->slot == kNone;
+        return std::tuple(!waits, r->priority, waits ? r->flow : 0, waits ? r->lane : 0, waits ? r->rank : 0,
+                          r->arrival);
     };
-    for (const Request* other : roster_.waiting().all()) add(other);
-    for (const Request* other : roster_.running()) add(other);
+    std::ranges::sort(brought_, {}, place);
+    std::vector<std::span<const BlockKey>> prefixes;
+    for (const Request* other : brought_)
+        if (other != &request && other->priority <= request.priority && policy_.could_hold(*other))
+            prefixes.push_back(std::span(other->keys).first(length_of(other)));
     return prefixes;
+}
+
+void Scheduler::note_brought(Request& r) {
+    if (std::ranges::find(brought_, &r) == brought_.end()) brought_.push_back(&r);
 }
 
 void Scheduler::meet(RequestId id, int num_blocks) {
@@ -139,8 +153,10 @@ void Scheduler::meet(RequestId id, int num_blocks) {
     Request* request = roster_.find(id);
     if (!request) return;
     check_has_keys(num_blocks, matchable(*request, limits_.block_size));
-    request->is_held = false;
-    if (can_meet() && roster_.waiting().contains(*request)) request->back_end = num_blocks;
+    roster_.set_held(*request, false);
+    if (!can_meet() || !roster_.waiting().contains(*request)) return;
+    request->back_end = num_blocks;
+    note_brought(*request);
 }
 
 int Scheduler::num_planned_blocks(RequestId id) const {

@@ -86,11 +86,11 @@ void StepBuilder::admit_while(MayGo may_go) {
     WaitingQueue::Cursor waiting = roster_.waiting().in_order(moment_);
     int num_refused = 0;
     const Request* refused = nullptr;  // the first one
-    for (int i = 0; i < policy_.max_looks() && !is_closed() && may_seat(); ++i) {
+    for (int i = 0; i < policy_.max_looks() && may_look_up() && !is_closed() && may_seat(); ++i) {
         Request* r = waiting.next();
         if (!r || !may_seat(r->priority) || class_of(r->priority) >= displaced_class_ || !may_go(*r)) return;
         if (refused && shares_.is_past(r->flow, refused->flow)) return;
-        if (!policy_.may_begin(*r, roster_.running()) || policy_.is_prefix_coming(*r, roster_.running())) continue;
+        if (!policy_.may_begin(*r, roster_.running()) || is_prefix_coming(*r)) continue;
         if (is_stuck(*r) || admit(*r, budget_left_)) continue;
         if (must_commit_ || !roster_.has_free_slot()) return;
         if (++num_refused == policy_.max_refusals()) return;
@@ -123,6 +123,12 @@ void StepBuilder::admit_unmatched() {
     admit_waiting();
 }
 
+// Counts the keys, which are looked up while anything loads.
+bool StepBuilder::is_prefix_coming(const Request& r) {
+    if (cache_.has_loading()) num_keys_ += std::ssize(r.keys);
+    return policy_.is_prefix_coming(r, roster_.running());
+}
+
 // Whether the request would have no room even if it were alone. Notes since when.
 bool StepBuilder::is_stuck(Request& r) const {
     if (policy_.could_hold(r)) {
@@ -143,12 +149,10 @@ bool StepBuilder::may_seat(int64_t priority) const {
 
 bool StepBuilder::admit(Request& r, int token_budget) {
     std::vector<Request*> displaceable = policy_.displaceable(r, roster_.running(), num_begun_);
-    if (displaceable.empty()) {
-        if (!roster_.has_free_slot()) return false;
-        if (is_matching_ && refusal_.still_holds(r, roster_.num_running(), token_budget)) {
-            has_refused_ = true;
-            return false;
-        }
+    if (displaceable.empty() && !roster_.has_free_slot()) return false;
+    if (is_matching_ && refusal_.still_holds(r, roster_.num_running(), token_budget, !displaceable.empty())) {
+        has_refused_ = true;
+        return false;
     }
     const int block_size = cache_.block_size();
     PrefixMatch found{};
@@ -158,6 +162,7 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         r.num_computed = found.length * block_size;
         r.num_shared_blocks = found.num_known < max_match ? found.num_known : 0;
         ++num_matches_;
+        num_keys_ += max_match;
     }
     std::vector<int32_t> borrowed_hits;
     if (cache_.can_borrow()) borrowed_hits = cache_.borrowed_blocks(r.table);
@@ -203,10 +208,26 @@ void StepBuilder::turn_away(Request& r, int num_tokens, int token_budget) {
     const int spare = policy_.spare_blocks(roster_.running());
     const int short_group =
         num_tokens > token_budget ? kNone : cache_.short_group(r.table, chunk_end, r.num_tokens(), {spare});
+    Refusal::Lack lack;
+    if (short_group != kNone) {
+        const auto growth_without = [&](std::span<const BlockTable* const> leaving) {
+            const int left = spare - static_cast<int>(leaving.size());
+            return cache_.least_growth(short_group, r.table, chunk_end, r.num_tokens(), left, leaving);
+        };
+        lack = {short_group, growth_without({}), growth_without(tables_below(r))};
+    }
     has_refused_ = true;
     cache_.put_back(r.table);
     r.num_computed = 0;
-    if (is_matching_) refusal_.note(r, roster_.num_running(), token_budget, short_group);
+    if (is_matching_) refusal_.note(r, roster_.num_running(), token_budget, lack);
+}
+
+// Returns the tables of all running requests of lower classes than this one's, whether they would give way or not.
+std::vector<const BlockTable*> StepBuilder::tables_below(const Request& waiting) const {
+    std::vector<const BlockTable*> tables;
+    for (const Request* r : roster_.running())
+        if (class_of(r->priority) > class_of(waiting.priority)) tables.push_back(&r->table);
+    return tables;
 }
 
 // Returns the first of the `candidates`: as many as must leave to make a slot and room for a request, whose table has

@@ -84,10 +84,12 @@ class StepBuilder {
     std::vector<Request*> prompts_in_part() const;
     void put_back_past_share(std::vector<Request*>& prompts) const;
     bool goes_before(const Request& waiting, const Request& prompt) const;
+    bool is_prefix_coming(const Request& request);
     bool is_stuck(Request& request) const;
     bool may_seat(int64_t priority) const;
     bool admit(Request& request, int token_budget);
     void turn_away(Request& request, int num_tokens, int token_budget);
+    std::vector<const BlockTable*> tables_below(const Request& waiting) const;
     std::vector<Request*> requests_to_displace(const Request& request, std::vector<Request*> candidates,
                                                int token_budget) const;
     bool displace(std::span<Request* const> leaving);
@@ -107,6 +109,8 @@ class StepBuilder {
     void meet(Request& request);
     int table_end(const Request& request, int num_tokens) const;
     int blocks_behind_front(const Request& request, int num_tokens) const;
+    // Whether the prefix cache may be asked about another waiting request. A step without requests goes on looking.
+    bool may_look_up() const { return num_keys_ < policy_.max_keys() || is_empty(); }
     bool is_full() const { return budget_left_ <= 0; }
     // Whether the step has no room or no time for more of a prompt.
     bool is_closed() const { return is_full() || !policy_.has_time(work_, limit_s_); }
@@ -131,6 +135,7 @@ class StepBuilder {
     bool has_refused_ = false;
     bool is_matching_ = true;
     int num_matches_ = 0;
+    int64_t num_keys_ = 0;  // that were looked up for waiting requests
     std::vector<StepRow> rows_;
     std::vector<Request*> admitted_;
     std::vector<Meeting> meetings_;

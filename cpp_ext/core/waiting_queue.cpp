@@ -24,13 +24,14 @@ bool WaitingQueue::Earlier::operator()(const Request* a, const Request* b) const
 // Notes that a flow begins to wait, if none of its requests waits yet. It is compared with the waiting flows of its
 // priority or, if there are none, with the flow that waited last.
 void WaitingQueue::begin_waiting(const Request& r) {
+    const auto own = lanes_.lower_bound({r.priority, r.flow, kBeforeAll, false});
+    if (own != lanes_.end() && own->first.priority == r.priority && own->first.flow == r.flow) return;
     std::optional<int64_t> least;
-    auto it = lanes_.lower_bound({r.priority, kBeforeAll, kBeforeAll});
-    while (it != lanes_.end() && std::get<0>(it->first) == r.priority) {
-        const int flow = std::get<1>(it->first);
-        if (flow == r.flow) return;
+    auto it = lanes_.lower_bound({r.priority, kBeforeAll, kBeforeAll, false});
+    while (it != lanes_.end() && it->first.priority == r.priority) {
+        const int flow = it->first.flow;
         least = std::min(least.value_or(shares_.counter(flow)), shares_.counter(flow));
-        it = lanes_.upper_bound({r.priority, flow, kBehindAll});
+        it = lanes_.upper_bound({r.priority, flow, kBehindAll, true});
     }
     shares_.begin_waiting(r.flow, least.value_or(shares_.counter(last_flow_)));
 }
@@ -50,22 +51,28 @@ void WaitingQueue::remove(Request& r) {
     --size_;
 }
 
+void WaitingQueue::set_held(Request& r, bool is_held) {
+    erase(r);
+    r.is_held = is_held;
+    insert(r);
+}
+
 void WaitingQueue::insert(Request& r) {
     r.lane = order_.lane(r);
     r.rank = order_.rank(r);
-    lanes_[{r.priority, r.flow, r.lane}].insert(&r);
+    lanes_[key_of(r)].insert(&r);
     if (const auto next = awaiting(r)) awaiting_.insert(*next);
 }
 
 void WaitingQueue::erase(Request& r) {
-    const auto found = lanes_.find({r.priority, r.flow, r.lane});
+    const auto found = lanes_.find(key_of(r));
     ensure(found != lanes_.end() && found->second.erase(&r) == 1, "a request that stops waiting waited");
     if (found->second.empty()) lanes_.erase(found);
     if (const auto next = awaiting(r)) awaiting_.erase(*next);
 }
 
 bool WaitingQueue::contains(Request& r) const {
-    const auto found = lanes_.find({r.priority, r.flow, r.lane});
+    const auto found = lanes_.find(key_of(r));
     return found != lanes_.end() && found->second.count(&r) > 0;
 }
 
@@ -114,30 +121,24 @@ void WaitingQueue::note_cached(std::span<const BlockKey> keys) {
 void WaitingQueue::refresh() {
     if (!order_.is_by_length() || lanes_.empty()) return;
     std::vector<Key> keys;
-    const int64_t priority = std::get<0>(lanes_.begin()->first);
-    for (auto it = lanes_.begin(); it != lanes_.end() && std::get<0>(it->first) == priority; ++it)
-        keys.push_back(it->first);
+    const int64_t priority = first_priority();
+    for (auto it = lanes_.begin(); it != lanes_.end() && it->first.priority == priority; ++it)
+        if (!it->first.is_held) keys.push_back(it->first);
     int num_moves = 0;
     for (const Key& key : keys) {
         while (num_moves < kMaxMoves) {
             const auto lane = lanes_.find(key);
-            if (lane == lanes_.end()) break;
-            Request* first = first_free(lane->second);
-            if (!first || !refresh(*first)) break;
+            if (lane == lanes_.end() || !refresh(**lane->second.begin())) break;
             ++num_moves;
         }
     }
 }
 
-// Returns the first request of a lane from `from` on that is not held; null: there is none.
-Request* WaitingQueue::first_free(const Lane& lane, Lane::const_iterator from) {
-    const auto found = std::find_if(from, lane.end(), [](const Request* r) { return !r->is_held; });
-    return found == lane.end() ? nullptr : *found;
-}
-
+// Returns the request after `r` in its lane; null: there is none.
 Request* WaitingQueue::behind(Request& r) const {
-    const Lane& lane = lanes_.at({r.priority, r.flow, r.lane});
-    return first_free(lane, std::next(lane.find(&r)));
+    const Lane& lane = lanes_.at(key_of(r));
+    const auto next = std::next(lane.find(&r));
+    return next == lane.end() ? nullptr : *next;
 }
 
 std::vector<Request*> WaitingQueue::all() const {
@@ -148,46 +149,67 @@ std::vector<Request*> WaitingQueue::all() const {
 
 // Returns whether there was one.
 bool WaitingQueue::Cursor::open_next_priority() {
-    auto it = queue_.lanes_.upper_bound({passed_priority_, kBehindAll, kBehindAll});
+    auto it = queue_.lanes_.upper_bound({passed_priority_, kBehindAll, kBehindAll, true});
     if (it == queue_.lanes_.end()) return false;
-    passed_priority_ = std::get<0>(it->first);
-    for (; it != queue_.lanes_.end() && std::get<0>(it->first) == passed_priority_; ++it) {
-        if (Request* first = first_free(it->second)) heads_.push_back({queue_.order_.urgency(*first, moment_), first});
+    passed_priority_ = it->first.priority;
+    for (; it != queue_.lanes_.end() && it->first.priority == passed_priority_; ++it) {
+        const auto& [key, lane] = *it;
+        if (key.is_held) continue;
+        const Head head = head_of(**lane.begin());
+        if (flows_.empty() || flows_.back().flow != key.flow) {
+            flows_.push_back({key.flow, head, {}});
+        } else {
+            flows_.back().others.push_back(head);
+        }
     }
+    for (Lanes& lanes : flows_) lanes.bring_first_forward();
     return true;
 }
 
-bool WaitingQueue::Cursor::goes_before(const Head& a, const Head& b) const {
-    if (a.urgency != b.urgency) return a.urgency > b.urgency;
-    return std::tuple(a.request->num_left(), a.request->arrival) <
-           std::tuple(b.request->num_left(), b.request->arrival);
+WaitingQueue::Cursor::Head WaitingQueue::Cursor::head_of(Request& r) const {
+    return {queue_.order_.urgency(r, moment_), r.num_left(), r.arrival, &r};
 }
 
-int64_t WaitingQueue::Cursor::least_counter() const {
+bool WaitingQueue::Cursor::Head::goes_before(const Head& other) const {
+    if (urgency != other.urgency) return urgency > other.urgency;
+    return std::tie(num_left, arrival) < std::tie(other.num_left, other.arrival);
+}
+
+void WaitingQueue::Cursor::Lanes::bring_first_forward() {
+    for (Head& other : others)
+        if (other.goes_before(first)) std::swap(first, other);
+}
+
+// Returns the flow of the next request. The flow that has had least is never past its share, so none that is goes next.
+std::vector<WaitingQueue::Cursor::Lanes>::iterator WaitingQueue::Cursor::next_lanes() {
+    const FairShare& shares = queue_.shares_;
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (const Head& head : heads_) least = std::min(least, queue_.shares_.counter(head.request->flow));
-    return least;
+    for (const Lanes& lanes : flows_) least = std::min(least, shares.counter(lanes.flow));
+    auto next = flows_.end();
+    for (auto it = flows_.begin(); it != flows_.end(); ++it) {
+        if (shares.is_past_counter(it->flow, least)) continue;
+        if (next == flows_.end() || it->first.goes_before(next->first)) next = it;
+    }
+    return next;
 }
 
 Request* WaitingQueue::Cursor::next() {
-    while (heads_.empty()) {
+    while (flows_.empty()) {
         if (!open_next_priority()) return nullptr;
     }
-    const bool is_shared = queue_.shares_.is_shared();
-    const int64_t least = is_shared ? least_counter() : 0;
-    const auto is_past = [&](const Head& head) {
-        return is_shared && queue_.shares_.is_past_counter(head.request->flow, least);
-    };
-    const auto best = std::min_element(heads_.begin(), heads_.end(), [&](const Head& a, const Head& b) {
-        const bool is_past_a = is_past(a), is_past_b = is_past(b);
-        return is_past_a == is_past_b ? goes_before(a, b) : is_past_b;
-    });
-    Request* found = best->request;
+    const auto lanes = next_lanes();
+    Request* found = lanes->first.request;
     if (Request* next = queue_.behind(*found)) {
-        *best = {queue_.order_.urgency(*next, moment_), next};
+        lanes->first = head_of(*next);
+    } else if (!lanes->others.empty()) {
+        lanes->first = lanes->others.back();
+        lanes->others.pop_back();
     } else {
-        heads_.erase(best);
+        std::swap(*lanes, flows_.back());
+        flows_.pop_back();
+        return found;
     }
+    lanes->bring_first_forward();
     return found;
 }
 
@@ -196,7 +218,7 @@ void WaitingQueue::check() const {
     for (const auto& [key, lane] : lanes_) {
         check_that(!lane.empty(), "a lane has requests");
         for (Request* r : lane) {
-            check_that(key == Key(r->priority, r->flow, order_.lane(*r)) && r->rank == order_.rank(*r),
+            check_that(key == key_of(*r) && r->lane == order_.lane(*r) && r->rank == order_.rank(*r),
                        "a waiting request is in its lane");
             ++count;
             const auto next = awaiting(*r);

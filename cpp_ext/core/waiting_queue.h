@@ -8,7 +8,6 @@
 #include <optional>
 #include <set>
 #include <span>
-#include <tuple>
 #include <vector>
 
 #include "admission_order.h"
@@ -18,8 +17,8 @@
 
 namespace swiftkv {
 
-// Keeps the requests of each flow in the lanes that the order assigns. Finding the next request takes time in
-// proportion to the lanes of its priority, however many requests wait.
+// Keeps the requests of each flow in the lanes that the order assigns. Finding the first request takes time in
+// proportion to the lanes of its priority, and each further one in proportion to its flows, however many requests wait.
 class WaitingQueue {
   public:
     // Goes through the requests of a queue in order: by priority; within one, flows that are past their share come
@@ -32,19 +31,32 @@ class WaitingQueue {
         Request* next();  // null: there are no more
 
       private:
+        // The next request of a lane, and a copy of what orders it: heads are compared far more often than they change.
         struct Head {
             double urgency;
+            int num_left;
+            uint64_t arrival;
             Request* request;
+
+            bool goes_before(const Head& other) const;
+        };
+        // The lanes of one flow that have a next request.
+        struct Lanes {
+            int flow;
+            Head first;
+            std::vector<Head> others;
+
+            void bring_first_forward();
         };
 
         bool open_next_priority();
-        int64_t least_counter() const;
-        bool goes_before(const Head& a, const Head& b) const;
+        Head head_of(Request& request) const;
+        std::vector<Lanes>::iterator next_lanes();
 
         const WaitingQueue& queue_;
         const Moment moment_;
         int64_t passed_priority_ = std::numeric_limits<int64_t>::min();
-        std::vector<Head> heads_;  // of one priority's lanes
+        std::vector<Lanes> flows_;  // of one priority
     };
 
     WaitingQueue(const KvCache& cache, const AdmissionOrder& order, FairShare& shares)
@@ -52,8 +64,10 @@ class WaitingQueue {
 
     void add(Request& request);
     void remove(Request& request);
+    // Keeps a request of the queue from being next, or lets it be next again.
+    void set_held(Request& request, bool is_held);
     size_t size() const { return size_; }
-    int64_t first_priority() const { return std::get<0>(lanes_.begin()->first); }  // the queue must not be empty
+    int64_t first_priority() const { return lanes_.begin()->first.priority; }  // the queue must not be empty
     bool contains(Request& request) const;
     // Notes that `keys` are now cached: requests whose prompts continue with them have less to compute, and move to
     // other lanes. A call moves a few dozen requests, later calls the others. Does nothing unless the order compares
@@ -74,7 +88,13 @@ class WaitingQueue {
         bool operator()(const Request* a, const Request* b) const;
     };
     using Lane = std::set<Request*, Earlier>;
-    using Key = std::tuple<int64_t, int, int>;  // priority, flow, lane
+    // Held requests have lanes of their own, so that looking for the next request does not walk past them.
+    struct Key {
+        int64_t priority;
+        int flow, lane;
+        bool is_held;
+        auto operator<=>(const Key&) const = default;
+    };
     // A request that would find more in the cache if the cache had this key.
     struct Awaiting {
         BlockKey key;
@@ -83,6 +103,7 @@ class WaitingQueue {
         auto operator<=>(const Awaiting&) const = default;
     };
 
+    static Key key_of(const Request& r) { return {r.priority, r.flow, r.lane, r.is_held}; }
     void insert(Request& request);
     void erase(Request& request);
     void begin_waiting(const Request& request);
@@ -90,8 +111,6 @@ class WaitingQueue {
     int num_known(const Request& request) const;
     bool refresh(Request& request);
     std::optional<Awaiting> awaiting(Request& request) const;
-    static Request* first_free(const Lane& lane, Lane::const_iterator from);
-    static Request* first_free(const Lane& lane) { return first_free(lane, lane.begin()); }
     Request* behind(Request& request) const;
 
     const KvCache& cache_;

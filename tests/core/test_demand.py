@@ -72,3 +72,16 @@ def test_a_lender_is_short_only_while_something_is_lent() -> None:
     assert len(s.lend(0, 4)) == 4
     assert s.take_demand()[0].shortfall == 4
     assert s.is_short()
+
+
+def test_more_demand_than_an_int_counts_is_the_largest_int() -> None:
+    """A request wants 91 extents of the second group, and each counts as 10,000 blocks of the first."""
+    groups = [GroupSpec(1, 2_000_000, blocks_per_extent=10_000), GroupSpec(1, 200, blocks_per_extent=1)]
+    s = Scheduler(groups, block_size=1, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=100)
+    add(s, 0, 90)
+    alone = s.take_demand()[0].total_now
+    for request_id in range(1, 2500):
+        add(s, request_id, 90)
+    assert s.take_demand()[0].total_now == np.iinfo(np.int32).max
+    abort(s, *range(1, 2500))
+    assert s.take_demand()[0].total_now == alone

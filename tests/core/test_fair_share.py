@@ -249,6 +249,28 @@ def test_a_flow_that_waits_for_room_gets_it() -> None:
     e.drain()
 
 
+@pytest.mark.parametrize("policy", ["hrrn", "spf", "turns", "deadline", "priority", "fcfs"])
+def test_many_flows_are_served_in_the_order_of_the_oracle(policy: SchedulingPolicy) -> None:
+    e = Engine(Setup(((1, 64, 0),), BLOCK, 6, 16, 64, scheduling_policy=policy))
+    rng = np.random.default_rng(0)
+    for request_id in range(200):
+        flow = int(rng.integers(30))
+        e.add(
+            request_id,
+            rng.integers(0, 1000, rng.integers(1, 40)).tolist(),
+            max_tokens=int(rng.integers(1, 5)),
+            priority=int(rng.integers(2)),
+            deadline_s=float(rng.integers(1, 40)),
+            flow=flow,
+            flow_weight=[0.3, 1.0, 3.0][flow % 3],
+        )
+        if request_id >= 60:
+            e.now_s += 0.1
+            e.step()
+    e.drain()
+    assert len(e.finished) == 200
+
+
 @pytest.mark.parametrize(
     ("flow", "weight", "why"),
     [

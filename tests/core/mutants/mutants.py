@@ -945,11 +945,11 @@ MUTANTS = [
         "    if (order_.interrupts_prompts())\n        std::sort",
         "    if (false)\n        std::sort",
     ),
-    one("who is held begins", QUEUE, "return !r->is_held;", "return true;"),
+    one("who is held begins", QUEUE, "if (key.is_held) continue;", ""),
     Mutant(
         "many that are held hide others",
         (
-            Edit(QUEUE, "return !r->is_held;", "return true;"),
+            Edit(QUEUE, "if (key.is_held) continue;", ""),
             Edit(BUILDER, "if (!policy_.may_begin(*r", "if (r->is_held || !policy_.may_begin(*r"),
         ),
     ),
@@ -1072,7 +1072,22 @@ MUTANTS = [
         "::rest(BlockId block) {",
     ),
     one(
-        "a refusal outlives extents that come home", POOL_EXTENTS, "] = false;\n    ++num_room_changes_;", "] = false;"
+        "a refusal outlives extents that come home",
+        POOL_EXTENTS,
+        "    num_room_changes_ += blocks_per_extent(lend_link);",
+        "",
+    ),
+    one(
+        "an extent that comes home is room for one block",
+        POOL_EXTENTS,
+        "num_room_changes_ += blocks_per_extent(lend_link);",
+        "++num_room_changes_;",
+    ),
+    one(
+        "a staging block is room for one block",
+        CACHE_ROOM,
+        "can_borrow() ? ceil_div(blocks, spec(g).num_layers) : blocks",
+        "blocks",
     ),
     one("a refusal outlives a block that the prompt needs", SCHEDULER, "refusal_.note_commit(r, num_blocks);", ""),
     one(
@@ -1094,14 +1109,31 @@ MUTANTS = [
     one(
         "a refusal outlives a step with less room",
         REFUSAL,
-        "(then.short_group != kNone || token_budget == then.token_budget)",
+        "(lack.group != kNone || token_budget == budget_then)",
         "true",
     ),
     one(
         "a refused prompt is matched at every step",
         BUILDER,
-        "refusal_.still_holds(r, roster_.num_running(), token_budget)",
+        "refusal_.still_holds(r, roster_.num_running(), token_budget, !displaceable.empty())",
         "false",
+    ),
+    one(
+        "a refusal outlives the room that was lacking",
+        REFUSAL,
+        "return growth < (r.back_end",
+        "return growth <= (r.back_end",
+    ),
+    one("fewer that run leave no more room", REFUSAL, " + std::max(0, num_running_then - num_running);", ";"),
+    one("who could displace others is refused again", BUILDER, "growth_without(tables_below(r))", "growth_without({})"),
+    one(
+        "a step looks up all keys of those that wait", BUILDER_H, "num_keys_ < policy_.max_keys() || is_empty()", "true"
+    ),
+    one(
+        "a step without requests looks no further",
+        BUILDER_H,
+        "num_keys_ < policy_.max_keys() || is_empty()",
+        "num_keys_ < policy_.max_keys()",
     ),
     # The plan.
     one(
