@@ -612,6 +612,39 @@ def test_lists_and_objects_of_functiongemma_are_held_to_their_schemas(arguments:
     assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "holds"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 1}, "[]", False),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 1}, "[1]", True),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}, "[1]", False),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}, "[1,2,3]", True),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, "[]", True),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, "[1,2,3]", False),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 0}, "[]", True),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 0}, "[1]", False),
+        ({"type": "object", "additionalProperties": False}, "{}", True),
+        ({"type": "object", "additionalProperties": False}, "{a:1}", False),
+        ({"type": "object"}, "{a:1}", True),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, "{a:1,b:2}", True),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, "{a:1,b:<escape>2<escape>}", False),
+        ({"const": 5}, "5", True),
+        ({"const": 5}, "6", False),
+        ({"enum": [1, True]}, "true", True),
+        ({"enum": [1, True]}, "<escape>true<escape>", False),
+    ],
+)
+def test_values_of_functiongemma_are_held_to_what_their_schemas_list_and_count(
+    schema: dict[str, Any], value: str, holds: bool
+) -> None:
+    function = ToolFunction("f", {"properties": {"x": schema}, "required": ["x"]})
+    rules = TOOL_PARSERS["functiongemma"].call_grammar([function], several=False)
+    source = GrammarSource("lark", f"start: calls\n{rules}", tags=tags_of(TOOL_PARSERS["functiongemma"]))
+    matcher = new_matcher(LLTokenizer("byte"), library_form(source))
+    text = f"<start_function_call>call:f{{x:{value}}}<end_function_call>"
+    assert (matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()) == holds
+
+
 def test_references_within_a_schema_do_not_multiply_the_rules_of_functiongemma() -> None:
     member = {"type": "object", "properties": {f"a{number}": {"$ref": "#/$defs/m"} for number in range(50)}}
     function = ToolFunction("f", {"$defs": {"m": member}, "properties": {"m": {"$ref": "#/$defs/m"}}})

@@ -85,6 +85,7 @@ class ToolUseParam(CachedPart):
     name: FunctionName
     input: dict[str, Any]
     caller: dict[str, Any] | None = Field(None, description="Accepted, not used")
+    toolset_name: Label | None = Field(None, description="Accepted, not used")
 
 
 class FileParam(CachedPart):

@@ -100,12 +100,15 @@ class MessageItem(Body):
 class CallInput(Body):
     """The fields that calls of functions and of custom tools share when clients send them back."""
 
+    model_config = ConfigDict(validate_by_name=True)  # `model_dump()` of OpenAI's client writes `async_`
+
     call_id: Label
     name: FunctionName
     id: Label | None = Field(None, description="Accepted, not used")
     status: ItemStatus | None = Field(None, description="Accepted, not used")
     namespace: FunctionName | None = None
     caller: Annotated[None, Unsupported()] = None
+    async_: Annotated[None, Unsupported(False)] = Field(None, alias="async")
 
 
 class FunctionCallInput(CallInput):

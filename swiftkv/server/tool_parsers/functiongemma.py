@@ -203,13 +203,45 @@ class _SchemaRules:
                     return "any_list"
                 items = argument.schema["items"]
                 each = self._rule_of(items, argument_of(items, argument.schema))
-                return f'"[" ({each} ("," {each})*)? "]"'
+                return f'"[" {_list_of(each, argument.schema)} "]"'
             case "object":
                 if not argument.schema.get("properties"):
-                    return "any_object"
+                    return self._object_of_any_keys(argument.schema)
                 self._add_members(name, argument.schema)
                 return f'"{{" first_{name}_0 "}}"'
+            case "any" if values := _scalars(argument.schema):
+                return " | ".join(json.dumps(json.dumps(value)) for value in values)
         return "any_value"
+
+    def _object_of_any_keys(self, schema: Mapping[str, Any]) -> str:
+        values = schema.get("additionalProperties")
+        if values is False:
+            return '"{" "}"'
+        if not isinstance(values, dict):
+            return "any_object"
+        member = f'any_key ":" {self._rule_of(values, argument_of(values, schema))}'
+        return f'"{{" ({member} ("," {member})*)? "}}"'
+
+
+def _list_of(each: str, schema: Mapping[str, Any]) -> str:
+    """Return the Lark expression of as many values as a list may have."""
+    least, most = (schema.get(key) for key in ("minItems", "maxItems"))
+    least = least if isinstance(least, int) else 0
+    if not isinstance(most, int):
+        further = f"{{{max(least - 1, 0)},}}"
+    elif most > 0:
+        further = f"{{{max(least - 1, 0)},{most - 1}}}"
+    else:
+        return '""'
+    return f'({each} ("," {each}){further})' + ("" if least > 0 else "?")
+
+
+def _scalars(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the numbers, truth values and null that are all a value may be, if its schema lists nothing else."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or any(isinstance(value, str | list | dict) for value in values):
+        return []
+    return values
 
 
 def _value_json(text: str, argument: Argument | None) -> str:
