@@ -10,6 +10,7 @@ import numpy as np
 
 from swiftkv.engine.messages import CacheCall, CacheCommand, CacheReport, Pin, PinPrompt, Unpin
 from swiftkv.server.errors import ApiError
+from swiftkv.server.pending import PendingCalls
 
 _PATIENCE_S = 60.0
 _MAX_REMEMBERED = 4096
@@ -22,8 +23,7 @@ class CacheCalls:
         """`send` returns whether the message was sent; `refusal` makes the error if it was not."""
         self._send = send
         self._refusal = refusal
-        self._waiting: dict[int, asyncio.Future[CacheReport]] = {}
-        self._next_call = 0
+        self._calls: PendingCalls[CacheReport] = PendingCalls()
         self._remembered: OrderedDict[str, range] = OrderedDict()
 
     def remember(self, request_id: str, in_engine: range) -> None:
@@ -78,24 +78,17 @@ class CacheCalls:
 
     def answered(self, report: CacheReport) -> None:
         """Hand an answer to the call that waits for it."""
-        if (waiting := self._waiting.pop(report.call, None)) and not waiting.done():
-            waiting.set_result(report)
+        self._calls.answered(report.call, report)
 
     def fail(self) -> None:
         """End all calls: the engine is gone."""
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(self._refusal())
+        self._calls.fail(self._refusal())
 
     async def _ask(self, message: Callable[[int], CacheCall]) -> CacheReport:
-        self._next_call += 1
-        call = self._next_call
-        if not self._send(message(call)):
-            raise self._refusal()
-        waiting = self._waiting[call] = asyncio.get_running_loop().create_future()
-        try:
-            return await asyncio.wait_for(waiting, _PATIENCE_S)
-        except TimeoutError:
-            raise ApiError(503, "the engine did not answer in time", code="busy") from None
-        finally:
-            self._waiting.pop(call, None)
+        with self._calls.new() as (call, answer):
+            if not self._send(message(call)):
+                raise self._refusal()
+            try:
+                return await asyncio.wait_for(answer, _PATIENCE_S)
+            except TimeoutError:
+                raise ApiError(503, "the engine did not answer in time", code="busy") from None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import count
 from typing import Literal
 
 from swiftkv.engine.messages import AttachStorage, DetachStorage, StorageChanged
 from swiftkv.server.errors import ApiError
+from swiftkv.server.pending import PendingCalls
 from swiftkv.tier.messages import TierSpec, TierStats
 
 _TIMEOUT_S = 120.0
@@ -26,8 +26,7 @@ class EngineStorage:
         """The name of the backend; `None`: there is none, or nothing is known yet."""
         self.is_degraded = False
         self._send = send
-        self._change_ids = count(1)
-        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+        self._changes: PendingCalls[str | None] = PendingCalls()
 
     @property
     def state(self) -> Literal["ok", "degraded"] | None:
@@ -38,11 +37,11 @@ class EngineStorage:
 
     async def attach(self, storage: TierSpec) -> None:
         """Attach storage; return once it is in use. Raises `ApiError`: 409 if it is refused, 503 without an answer."""
-        await self._change(AttachStorage(next(self._change_ids), storage))
+        await self._change(lambda change_id: AttachStorage(change_id, storage))
 
     async def detach(self) -> None:
         """Detach the storage; return once the engine has let go of it. Raises `ApiError` as `attach` does."""
-        await self._change(DetachStorage(next(self._change_ids)))
+        await self._change(DetachStorage)
 
     def observe(self, stats: TierStats | None) -> None:
         """Take over what the engine reports."""
@@ -51,31 +50,25 @@ class EngineStorage:
 
     def answered(self, answer: StorageChanged) -> None:
         """Hand an answer to the change that waits for it."""
-        waiting = self._waiting.get(answer.change_id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer.why_not)
+        self._changes.answered(answer.change_id, answer.why_not)
 
     def engine_gone(self, refusal: ApiError) -> None:
         """Fail the changes that wait for an engine whose process has ended."""
         self.observe(None)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(refusal)
+        self._changes.fail(refusal)
 
-    async def _change(self, message: AttachStorage | DetachStorage) -> None:
-        self._send(message)
-        waiting = self._waiting[message.change_id] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                why_not = await waiting
-        except TimeoutError:
-            raise ApiError(
-                503,
-                f"the engine has not changed its storage within {_TIMEOUT_S:g} s, but may still do so: "
-                "see GET /admin/storage",
-                code="engine_unavailable",
-            ) from None
-        finally:
-            del self._waiting[message.change_id]
+    async def _change(self, message: Callable[[int], AttachStorage | DetachStorage]) -> None:
+        with self._changes.new() as (change_id, answer):
+            self._send(message(change_id))
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    why_not = await answer
+            except TimeoutError:
+                raise ApiError(
+                    503,
+                    f"the engine has not changed its storage within {_TIMEOUT_S:g} s, but may still do so: "
+                    "see GET /admin/storage",
+                    code="engine_unavailable",
+                ) from None
         if why_not is not None:
             raise ApiError(409, why_not, code="storage_refused")

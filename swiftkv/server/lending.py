@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import NoReturn
 
 import msgspec
@@ -41,6 +40,7 @@ from swiftkv.server.node_views import (
     ModelLending,
     PoolView,
 )
+from swiftkv.server.pending import PendingCalls
 from swiftkv.units import Budget, format_size
 
 logger = logging.getLogger(__name__)
@@ -67,15 +67,13 @@ class CoordinatorClient:
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_LEASE_MESSAGE_BYTES)
         self._socket.connect(leases_address)
-        self._request_ids = count(1)
-        self._waiting: dict[int, asyncio.Future[ToAdmin]] = {}
+        self._calls: PendingCalls[ToAdmin] = PendingCalls()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToAdmin] = msgspec.msgpack.Decoder(ToAdmin)
 
     def close(self) -> None:
-        """Close the socket, and cancel the requests that wait for an answer; `receive` must have ended."""
-        for answer in self._waiting.values():
-            answer.cancel()
+        """Close the socket, and fail the calls that wait for an answer; `receive` must have ended."""
+        self._calls.fail(self._removed())
         self._socket.close()
         self._context.term()
 
@@ -93,40 +91,38 @@ class CoordinatorClient:
 
     async def _ask(self, request: Callable[[int], FromAdmin], timeout_s: float) -> ToAdmin:
         self._check_open()
-        request_id = next(self._request_ids)
-        self._waiting[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._socket.send(self._encoder.encode(request(request_id)))
-                return await self._waiting[request_id]
-        except TimeoutError:
-            raise ApiError(
-                503,
-                f"model '{self._name}' did not answer about lending within {timeout_s:g} s; what was asked for may "
-                "still happen: see GET /admin/lending",
-                code="engine_unavailable",
-                retry_after_s=_RETRY_S,
-            ) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            assert task is not None
-            if not task.cancelling():
-                self._check_open()  # `close` cancels what was awaited, but not this task
-            raise
-        finally:
-            del self._waiting[request_id]
+        with self._calls.new() as (request_id, answer):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._socket.send(self._encoder.encode(request(request_id)))
+                    return await answer
+            except TimeoutError:
+                raise ApiError(
+                    503,
+                    f"model '{self._name}' did not answer about lending within {timeout_s:g} s; what was asked for may "
+                    "still happen: see GET /admin/lending",
+                    code="engine_unavailable",
+                    retry_after_s=_RETRY_S,
+                ) from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                if not task.cancelling():
+                    self._check_open()  # `close` cancels what is being sent, but not this task
+                raise
 
     def _check_open(self) -> None:
         if self._socket.closed:
-            raise ApiError(503, f"model '{self._name}' was removed meanwhile", code="engine_unavailable")
+            raise self._removed()
+
+    def _removed(self) -> ApiError:
+        return ApiError(503, f"model '{self._name}' was removed meanwhile", code="engine_unavailable")
 
     async def receive(self) -> NoReturn:
         """Take the coordinator's answers, until cancelled. Raises if one cannot be read."""
         while True:
             answer = self._decoder.decode(await self._socket.recv())
-            waiting = self._waiting.get(answer.request_id)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
+            self._calls.answered(answer.request_id, answer)
 
 
 @dataclass(frozen=True)
