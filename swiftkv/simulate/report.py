@@ -112,7 +112,7 @@ def as_table(models: dict[str, dict[str, Any]]) -> RenderableType:
             table.add_row(heading, *(shown(model[key]) if key in model else "-" for model in models.values()))
 
     row("requests", "requests", "{:,}".format)
-    row("refused: too long", "refused", "{:,}".format)
+    row("refused: too long, or no answer", "refused", "{:,}".format)
     row("given up for lack of memory", "given_up", "{:,}".format)
     row("seconds", "elapsed_s", "{:,.0f}".format)
     row("busy", "busy_part", "{:.0%}".format)

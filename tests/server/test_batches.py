@@ -5,6 +5,7 @@ It is one file, for its tests share the ways to upload, to wait and to read what
 
 from __future__ import annotations
 
+import codecs
 import json
 import subprocess
 import threading
@@ -161,6 +162,15 @@ def test_batches_have_pages(gateway: Gateway) -> None:
 
 GOOD = jsonl([completion()])
 LINE = json.loads(GOOD)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(gateway: Gateway) -> None:
+    """Editors on Windows write one."""
+    client = gateway.openai()
+    batch = ended(client, create(client, codecs.BOM_UTF8 + GOOD))
+    assert batch.status == "completed"
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 1
 
 
 def changed(**fields: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -59,7 +60,8 @@ def check_line(
     none.
     """
     try:
-        line = msgspec.json.decode(text.decode(), type=_Line)  # of bytes, what is not looked at would not be checked
+        content = text.removeprefix(codecs.BOM_UTF8).decode()
+        line = msgspec.json.decode(content, type=_Line)  # of bytes, what is not looked at would not be checked
         body = msgspec.json.decode(line.body, type=_Body)
         custom_id, asked = line.custom_id.encode().decode(), (body.model or "").encode().decode()
     except msgspec.ValidationError as error:
@@ -101,7 +103,7 @@ def parse_line(text: bytes) -> ChatBody | CompletionBody:
         ApiError: 400 or 413, as for a client that sends the same body.
     """
     try:
-        line = msgspec.json.decode(text, type=_Line)
+        line = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8), type=_Line)
         body_type = ENDPOINTS[line.url]
     except (msgspec.DecodeError, KeyError):
         raise ApiError(400, "the line has changed since the batch was checked", code="invalid_json_line") from None
