@@ -181,25 +181,14 @@ class EngineClient:
         Raises:
             ApiError: 503 if the engine is down, 429 if too much is in flight or unread, or the targets cannot be met.
         """
-        self.check_available()
-        limits = {"max_num_queued_reqs": self.max_in_flight, "max_num_queued_tokens": self.outlook.queued.max_tokens}
-        if limit := limit_met(limits, self._in_flight.values(), terms.sender, len(requests)):
-            raise self.outlook.busy(limit, f"has no more room for tenant '{terms.sender.name}'")
-        if self.num_in_flight + len(requests) > self.max_in_flight:
-            reason = f"has {self.num_in_flight} of at most {self.max_in_flight} sequences in flight"
-            raise self.outlook.busy("max_num_queued_reqs", reason)
-        self.outlook.check_queue()
-        if not self._outbox.has_room(len(requests), sum(request.num_bytes for request in requests)):
-            raise self.outlook.busy(
-                "unread_messages", f"has {self._outbox.num_unread} messages that its engine has not read"
-            )
+        self._check_room(requests, terms.sender)
         request_ids = range(self._next_request_id, self._next_request_id + len(requests))
         arrived_s = time.perf_counter()
         messages = [
             request.message(request_id, terms, arrived_s)
             for request_id, request in zip(request_ids, requests, strict=True)
         ]
-        self.outlook.check(messages[0], terms.targets)
+        forecast_s = self.outlook.check(messages[0], terms.targets)
         self._next_request_id = request_ids.stop
         generation = Generation(request_ids, self._abort, terms.sender)
         self._idle.clear()
@@ -210,8 +199,26 @@ class EngineClient:
                 self._note_idle()
                 raise self.status.refusal(self.name)
             self._in_flight[message.request_id] = InFlight(generation, index, request, arrived_s)
-            self.outlook.sent(message, arrived_s, None if index else terms.targets.ttft_s)
+            if index == 0:  # which answers for the others
+                self.outlook.sent(message, arrived_s, terms.targets.ttft_s, forecast_s)
+            else:
+                self.outlook.sent(message, arrived_s)
         return generation
+
+    def _check_room(self, requests: Sequence[SequenceRequest], sender: Sender) -> None:
+        """Raise `ApiError`: 503 unless the engine takes requests, 429 if too much is in flight or unread."""
+        self.check_available()
+        limits = {"max_num_queued_reqs": self.max_in_flight, "max_num_queued_tokens": self.outlook.queued.max_tokens}
+        if limit := limit_met(limits, self._in_flight.values(), sender, len(requests)):
+            raise self.outlook.busy(limit, f"has no more room for tenant '{sender.name}'")
+        if self.num_in_flight + len(requests) > self.max_in_flight:
+            reason = f"has {self.num_in_flight} of at most {self.max_in_flight} sequences in flight"
+            raise self.outlook.busy("max_num_queued_reqs", reason)
+        self.outlook.check_queue()
+        if not self._outbox.has_room(len(requests), sum(request.num_bytes for request in requests)):
+            raise self.outlook.busy(
+                "unread_messages", f"has {self._outbox.num_unread} messages that its engine has not read"
+            )
 
     def _send_now(self, message: ToEngine) -> None:
         """Send a message. Raises `ApiError` 503 unless the engine takes requests."""

@@ -55,7 +55,6 @@ class Outlook:
         self._last_prompt: tuple[bytes, str, list[bytes]] = (b"", "", [])
         self._has_storage = False
         self._num_without_targets = 0
-        self._last_forecast: tuple[int, float] | None = None  # the request that was checked last, and its forecast
         self._waiting: dict[int, _Waiting] = {}
 
     # ---- the engine ----
@@ -80,12 +79,19 @@ class Outlook:
 
     # ---- sequences ----
 
-    def sent(self, message: AddRequest, now_s: float, target_ttft_s: float | None = None) -> None:
-        """Note that a sequence was sent to the engine. It is refused later if it can no longer meet its target."""
+    def sent(
+        self,
+        message: AddRequest,
+        now_s: float,
+        target_ttft_s: float | None = None,
+        forecast_s: float | None = None,
+    ) -> None:
+        """Note that a sequence was sent to the engine. It is refused later if it can no longer meet its target.
+
+        `forecast_s` is the result of `check`, if it was asked about this sequence.
+        """
         request_id, num_tokens = message.request_id, len(message.prompt) // 4
         found = self.forecast.prefixes.send(request_id, self._pieces(message))
-        last_id, last_s = self._last_forecast or (None, None)
-        forecast_s = last_s if last_id == request_id else None
         self.forecast.add(request_id, _new_prompt(message, found), now_s, forecast_s)
         if target_ttft_s is not None and not self._has_storage:  # a prompt that storage has needs less time
             self._starts.add(request_id, now_s + target_ttft_s)
@@ -131,22 +137,25 @@ class Outlook:
         if forecast is not None:
             self._check(forecast, min(forecast.ttft_s, forecast.hopeful_ttft_s), targets, "at least")
 
-    def check(self, message: AddRequest, targets: Targets) -> None:
+    def check(self, message: AddRequest, targets: Targets) -> float | None:
         """Refuse a sequence that cannot meet its targets.
+
+        Return the forecast of its seconds to the first token; `None` if there is none. Of sequences without targets,
+        only some have a forecast.
 
         Raises:
             ApiError: 429 that says what is forecast, and what the target is.
         """
-        self._last_forecast = None
         if targets == NO_TARGETS:
             self._num_without_targets += 1
             if self._num_without_targets % _FORECAST_ONE_OF != 1:
-                return
+                return None
         found = self.forecast.prefixes.find(self._pieces(message))
         forecast = self.forecast.of(_new_prompt(message, found), time.perf_counter())
-        if forecast is not None:
-            self._check(forecast, forecast.hopeful_ttft_s, targets, "about")
-            self._last_forecast = message.request_id, forecast.ttft_s
+        if forecast is None:
+            return None
+        self._check(forecast, forecast.hopeful_ttft_s, targets, "about")
+        return forecast.ttft_s
 
     def too_late(self, now_s: float) -> list[int]:
         """Return the sequences that have not begun and can no longer meet their targets, each of them once."""
