@@ -191,6 +191,10 @@ void Scheduler::end_load(std::span<const LoadedBlock> blocks, bool is_loaded) {
     const std::lock_guard lock(mutex_);
     cache_.check_loading(blocks);
     cache_.end_load(blocks, is_loaded);
+    // With the tail of a window a prompt may match blocks that running requests use: then it needs fewer in groups
+    // whose room has not changed.
+    const auto is_of_window = [&](const LoadedBlock& b) { return cache_.spec(b.group).window > 0; };
+    if (is_loaded && std::ranges::any_of(blocks, is_of_window)) refusal_.forget();
 }
 
 }  // namespace swiftkv

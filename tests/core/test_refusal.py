@@ -11,6 +11,7 @@ import pytest
 from kv_oracle import Engine
 from lending_oracle import BorrowSetup, LendingEngine, LendingSetup
 from naive_scheduler import PRIORITIES_PER_CLASS, Setup
+from storage_oracle import StorageEngine
 
 from swiftkv import _core
 from swiftkv._core import GroupSpec, Scheduler
@@ -250,6 +251,33 @@ def test_a_staging_block_is_room_for_many_blocks_of_a_blocked_prompt() -> None:
         e.commit()
     assert begun == [3]
     e.drain()
+
+
+def test_a_blocked_prompt_is_matched_again_when_the_tail_of_a_window_has_been_loaded() -> None:
+    """With that tail it can use blocks that another request uses, too: it needs fewer, though no block was freed."""
+    e = StorageEngine(Setup(((1, 24, 0), (1, 12, 9)), BLOCK, 8, 16, 80))
+    document = prompt(52, 0)
+    e.add(1, document[:24], max_tokens=1)
+    e.drain()
+    e.store()
+    e.add(2, document, max_tokens=28)
+    for request_id in range(10, 14):  # their windows take the place of the tail
+        e.add(request_id, prompt(12, request_id), max_tokens=1)
+    while len(e.requests) > 1:
+        e.step()
+    e.add(3, [*document[:25], *prompt(15, 3)], max_tokens=1)
+    e.step()
+    assert e.scheduler.stats().num_running == 1
+    e.add_held(4, [*document[:25], 5], max_tokens=1)
+    transfer = e.begin_load(4)
+    assert transfer is not None
+    assert {group for _, group, _ in transfer.blocks} == {1}
+    e.read(transfer, len(transfer.blocks))
+    e.abort(4)
+    e.step()
+    assert e.scheduler.stats().num_running == 2
+    e.drain()
+    assert e.finished[3].cached == 24
 
 
 def test_a_prompt_that_must_be_whole_is_matched_again_when_a_step_has_more_room_for_it() -> None:
