@@ -14,8 +14,8 @@ class Refusal {
   public:
     explicit Refusal(const KvCache& cache) : cache_(cache) {}
 
-    // What a request lacks: room in `group`, until its version has grown by so much, or kNone if it needs more tokens
-    // of the step than were left.
+    // The reason for a refusal: there was too little room in `group`, and there is until its room version has grown by
+    // `least_growth`. With kNone, the request needed more tokens of the step than were left.
     struct Lack {
         int group = kNone;
         int least_growth = 1;

@@ -219,7 +219,7 @@ def _timings_of_group(copies: GroupCopies, times: npt.NDArray[np.int64]) -> Stre
     has_load = np.array([copies.load(layer) is not None for layer in layers])
     has_store = np.array([copies.store(layer) is not None for layer in layers])
     spill_s = _seconds(times[:, _SPILLED] - times[:, _LOAD_BEGAN]) if copies.spill is not None else 0.0
-    # As in an eager step, computing waits for the load, or without one for the store that precedes it in the lane.
+    # Computing waits for the load, or without one for the store that precedes it in the lane, as in an eager step.
     waits_for_load = has_load | (copies.spill is not None)
     return replace(
         copies.amounts(),

@@ -10,14 +10,13 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.tenants import ANYBODY, Sender
 
 _BUSY_RETRY_S = 1.0
-_Flow = tuple[str | None, int]
+_Flow = tuple[str | None, int]  # the tenant, `None` where there are none, and the number of the flow
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
     """A piece of work that waits."""
 
-    tenant: str | None  # `None` for all clients, where there are no tenants
     num_bytes: int
     turn: asyncio.Future[None]
 
@@ -57,13 +56,14 @@ class FairQueue:
             raise ApiError(
                 429, f"too many requests wait for {self._purpose}", code="queue_full", retry_after_s=_BUSY_RETRY_S
             )
-        waiting = _Waiting(sender.name, num_bytes, asyncio.get_running_loop().create_future())
-        self._queues.setdefault((sender.name, sender.flow), []).append(waiting)
+        flow = sender.name, sender.flow
+        waiting = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(flow, []).append(waiting)
         try:
             await waiting.turn
         except asyncio.CancelledError:
             if waiting.turn.cancelled():
-                self._leave(waiting)
+                self._leave(flow, waiting)
             elif waiting.turn.exception() is None:  # the place came before the loop told the caller
                 self.give_back()
             raise
@@ -97,18 +97,17 @@ class FairQueue:
         self._queues.clear()
 
     def _has_room(self, sender: Sender, num_bytes: int) -> bool:
-        own = [each for queue in self._queues.values() for each in queue if each.tenant == sender.name]
+        own = [each for (tenant, _), queue in self._queues.items() if tenant == sender.name for each in queue]
         total_bytes = sum(each.num_bytes for each in own) + num_bytes
         fits = len(own) < sender.part * self._max_waiting and total_bytes <= sender.part * self._max_bytes
         return fits or not own
 
-    def _leave(self, waiting: _Waiting) -> None:
-        for flow, queue in self._queues.items():
-            if waiting in queue:
-                queue.remove(waiting)
-                if not queue:
-                    del self._queues[flow]
-                return
+    def _leave(self, flow: _Flow, waiting: _Waiting) -> None:
+        queue = self._queues.get(flow, [])
+        if waiting in queue:  # not if its turn came as its caller was cancelled
+            queue.remove(waiting)
+            if not queue:
+                del self._queues[flow]
 
     def _closed(self) -> ApiError:
         return ApiError(503, f"{self._purpose} has stopped; try again", retry_after_s=_BUSY_RETRY_S)

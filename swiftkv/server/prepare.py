@@ -141,9 +141,7 @@ def _asked_grammars(model: ModelHandle, body: CompletionBody | ChatBody) -> list
         return [tools.grammar(model.tokenizer)]
     if not tools.must_call:
         return tools.grammars_beside(asked, model.tokenizer)
-    if (
-        body.response_format is not None
-    ):  # a format is for text, but the answer is calls; agents send both in every turn
+    if body.response_format is not None:  # it is for text, and the answer is calls; agents send both in every turn
         return [tools.grammar(model.tokenizer)]
     message = f"field 'tool_choice' asks for a call, but field '{asked.field}' for another answer: give one"
     raise ApiError(400, message, param="tool_choice")
