@@ -48,12 +48,9 @@ check: setup
 	MYPYPATH=benchmarks/gpu $(BIN)/mypy benchmarks/gpu/*.py tests/gpu
 	$(BIN)/clang-format --dry-run --Werror $$(find cpp_ext tests/core/fuzz tests/core/parts -name '*.cpp' -o -name '*.h')
 
-# Two processes may share these tests. The others start nodes and watch what the machine has left, so that they run alone.
-COMPUTING := $(addprefix tests/,cache core engine kernels lease master models planning server worker)
-
+# Two processes, because the tests that start nodes wait more than they compute.
 unit: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # How long to fuzz; see tests/core/fuzz/run.py.
 FUZZ_SECONDS ?= 900
