@@ -10,10 +10,13 @@ after the kernel was told to forget them (cold: `POSIX_FADV_DONTNEED`). A second
 killed likewise. The pool of a third holds half of the conversation, and a neighbour lends it memory for the rest.
 
 Asked for: at most a quarter of the time of computing, and at most 1.1 of `max(pool, bytes / copy bandwidth)`, which is
-the time from the pool, or of copying the bytes that were read, one layer's blocks at a time with one thread, as lending
-copies them. The bandwidth is measured in each round. Nodes that are not measured are held still. Every engine that was
-started anew waits until its pool has its memory (about 1.5 s for each GiB; earlier loads would wait until the kernel
-has cleared it) and the host memory is mapped, and computes --warmup fresh tokens, so that its weights are in memory.
+the time from the pool, or of copying the bytes that were read. Two bandwidths are measured in each round: that of the
+machine's memory, copied one layer's blocks at a time with one thread, as lending copies them; and that of each medium,
+from which a plain program reads as many blocks of the same size (that of storage.py, with one thread).
+
+Nodes that are not measured are held still. Every engine that was started anew waits until its pool has its memory
+(about 1.5 s for each GiB; earlier loads would wait until the kernel has cleared it) and the host memory is mapped, and
+computes --warmup fresh tokens, so that its weights are in memory.
 
 Models are random ones of Qwen3-0.6B's width with --layers layers; with `gemma3_text` every second layer has full
 attention, the others windows of 512 tokens. --checkpoint takes another model.
@@ -49,6 +52,7 @@ from lending_node import (
     tiny_checkpoint,
     write_report,
 )
+from storage import Case, Plain, PlainMooncake, PlainRedis, measure
 
 from swiftkv.admin_key import find_admin_key
 from swiftkv.checkpoint import read_texts, save, standard_library_files, train_tokenizer
@@ -62,6 +66,8 @@ _TIMEOUT_S = 300.0
 _RESTARTS = {"restart": {"limit": 1000, "window": "1s", "backoff": "100ms"}}
 _COMPUTING = "computing it"
 _POOL = "the pool"
+_WARM_FILES, _COLD_FILES = "files, page cache warm", "files, cold"
+_REDIS, _MOONCAKE = "Redis", "a Mooncake Store"
 
 
 @dataclass
@@ -70,11 +76,18 @@ class Figures:
 
     first_token_s: dict[str, list[float]] = field(default_factory=dict)
     copy_bytes_per_s: list[float] = field(default_factory=list)
+    medium_bytes_per_s: dict[str, list[float]] = field(default_factory=dict)
+    """The rates at which a plain program reads the media that are slower than memory."""
     peer_tokens: list[float] = field(default_factory=list)
 
     def note(self, place: str, seconds: float) -> None:
         self.first_token_s.setdefault(place, []).append(seconds)
         say(f"  {place}: {1000 * seconds:.0f} ms")
+
+    def bounds_s(self, place: str, num_bytes: int) -> list[float]:
+        """Return the time from the pool, or of reading the bytes from a place's medium, in every round."""
+        rates = self.medium_bytes_per_s.get(place, self.copy_bytes_per_s)
+        return [max(pool, num_bytes / rate) for pool, rate in zip(self.first_token_s[_POOL], rates, strict=True)]
 
 
 def metric(node: Node, name: str) -> float:
@@ -191,9 +204,29 @@ def measure_storage(
         if name != "files":
             figures.note(name, conversation.continue_after_restart(node, args.warmup))
             continue
-        figures.note("files, page cache warm", conversation.continue_after_restart(node, args.warmup))
+        figures.note(_WARM_FILES, conversation.continue_after_restart(node, args.warmup))
         cold_s = conversation.continue_after_restart(node, args.warmup, lambda: forget_pages(Path(backend["path"])))  # noqa: B023
-        figures.note("files, cold", cold_s)
+        figures.note(_COLD_FILES, cold_s)
+
+
+def measure_media(
+    backends: dict[str, dict[str, Any]], directory: Path, block_bytes: int, num_bytes: int, figures: Figures
+) -> None:
+    """Measure the rates at which a plain program reads blocks from the media of these backends."""
+    case = Case(block_bytes, num_bytes // block_bytes, time.perf_counter)
+    rates: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=directory) as parent:
+        files = Plain(Path(parent) / "plain")
+        _, rates[_WARM_FILES], rates[_COLD_FILES] = measure(files, case, 1, files.directory)
+    if _REDIS in backends:
+        _, rates[_REDIS] = measure(PlainRedis(backends[_REDIS]["url"], 1), case, 1, None)
+    if _MOONCAKE in backends:
+        store = PlainMooncake(backends[_MOONCAKE]["master_server_address"])
+        store.register(case.memory)
+        _, rates[_MOONCAKE] = measure(store, case, 1, None)
+        store.client.close()
+    for place, rate in rates.items():
+        figures.medium_bytes_per_s.setdefault(place, []).append(rate)
 
 
 def measure_host(node: Node, tokens: Tokens, figures: Figures, args: Namespace) -> None:
@@ -278,9 +311,9 @@ def main() -> None:
         files = str(Path(temporary) / "kv")
         backends: dict[str, dict[str, Any]] = {"files": {"backend": "file", "path": files, "size": "16GiB"}}
         if args.redis:
-            backends["Redis"] = {"backend": "redis", "url": args.redis, "timeout": "10s"}
+            backends[_REDIS] = {"backend": "redis", "url": args.redis, "timeout": "10s"}
         if args.mooncake:
-            backends["a Mooncake Store"] = {"backend": "mooncake", "master_server_address": args.mooncake}
+            backends[_MOONCAKE] = {"backend": "mooncake", "master_server_address": args.mooncake}
         stored = Node("storage", _RESTARTS, [model(NAME, checkpoint, args.memory, **shape)])
         host = {"host": {"size": args.host}}
         hosted = Node("host", _RESTARTS, [model(NAME, checkpoint, args.memory, tiers=host, **shape)])
@@ -298,6 +331,7 @@ def main() -> None:
                 say(f"round {number + 1}")
                 group = stored.plan(NAME).groups[0]
                 figures.copy_bytes_per_s.append(copy_rate(group, num_bytes // group.block_bytes)[0])
+                measure_media(backends, Path(temporary), group.block_bytes, num_bytes, figures)
                 with only(stored, nodes):
                     measure_storage(stored, backends, tokens, figures, args)
                 with only(hosted, nodes):
@@ -309,15 +343,19 @@ def main() -> None:
 
 
 def report(figures: Figures, num_bytes: int, args: Namespace) -> None:
-    of = figures.first_token_s
-    bounds_s = [max(pool, num_bytes / rate) for pool, rate in zip(of[_POOL], figures.copy_bytes_per_s, strict=True)]
     rows = []
-    for place, values in of.items():
-        of_computing = [value / other for value, other in zip(values, of[_COMPUTING], strict=True)]
-        of_bound = [value / bound for value, bound in zip(values, bounds_s, strict=True)]
-        ratios = [f"{statistics.median(ratios):.2f}" for ratios in (of_computing, of_bound)]
-        rows.append([place, f"{1000 * statistics.median(values):.0f}", *ratios])
-    say(table(["turn 2 from", "first token, ms", "of computing", "of max(pool, bytes / copying)"], rows))
+    for place, values in figures.first_token_s.items():
+        others = (
+            figures.first_token_s[_COMPUTING],
+            figures.bounds_s(_POOL, num_bytes),  # the pool's medium is memory
+            figures.bounds_s(place, num_bytes),
+        )
+        ratios = [[value / other for value, other in zip(values, times, strict=True)] for times in others]
+        rows.append(
+            [place, f"{1000 * statistics.median(values):.0f}", *(f"{statistics.median(r):.2f}" for r in ratios)]
+        )
+    heads = ["of computing", "of max(pool, bytes / copying)", "of max(pool, bytes / reading the medium)"]
+    say(table(["turn 2 from", "first token, ms", *heads], rows))
     rate = statistics.median(figures.copy_bytes_per_s)
     say(
         f"\n{num_bytes / 1e6:.0f} MB are read; copying moves {rate / 1e9:.1f} GB/s, so they take "
