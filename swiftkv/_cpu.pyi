@@ -240,3 +240,21 @@ class Turns:
     def core_s(self) -> float: ...
     @property
     def waited_s(self) -> float: ...
+
+class DeviceTurns:
+    """The part of this process's engine in the table of one GPU, behind `fd`."""
+
+    def __init__(self, fd: int, account: int, weight: float, max_share: float) -> None:
+        """Raises `ValueError` for a share that makes no sense."""
+    def wait(self) -> None:
+        """Wait until it is the engine's turn to launch a step."""
+    def charge(self, device_ns: int) -> None:
+        """Charge the engine for a step that has ended."""
+    def rest(self) -> None:
+        """Note that the engine has no step to launch."""
+    def is_contended(self) -> bool:
+        """Return whether another engine wants the GPU, or this one may not have all of it."""
+    @property
+    def device_s(self) -> float: ...
+    @property
+    def waited_s(self) -> float: ...

@@ -251,7 +251,7 @@ class Fleet:
         if model.core_share is None or (account := self._shares.take_account()) is None:
             return None
         self._accounts[model.name] = account
-        return ShareSpec(self._shares.fd, account, model.core_share.weight, model.core_share.max_share)
+        return ShareSpec("cores", self._shares.fd, account, model.core_share.weight, model.core_share.max_share)
 
     def _link(self) -> None:
         """Tell each supervisor which engines its own engine may have to wait for."""

@@ -11,6 +11,8 @@
 // a virtual clock, which its core time divided by its weight advances (start-time fair queueing), and engines whose
 // clocks are behind choose first. An engine that finds no core left shares one with the others, and waits only while it
 // is too far ahead of its part.
+//
+// A table may also be that of one GPU, which counts as one core, with engines that are `is_whole`.
 namespace swiftkv {
 
 struct Share {
@@ -71,6 +73,9 @@ class ShareAccount {
     void charge(int64_t core_ns);
 
     Permit ask(int64_t now_ns);  // between begin() and end()
+
+    // Counts the engine as there until kAbsentNs after `until_ns`, though it does not ask.
+    void stay(int64_t until_ns) { account().seen_ns = until_ns; }
 
     // Lets the engine, which has waited too long, compute for a turn. Returns the number of cores.
     int32_t forgive();

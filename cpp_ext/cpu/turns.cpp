@@ -41,6 +41,18 @@ void futex_wake(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+// Waits until the account has cores, at most kLongestWaitNs from `began_ns` on.
+Permit wait_for_permit(ShareAccount& account, int64_t began_ns) {
+    while (true) {
+        const uint32_t seen = account.wake();  // before ask(): an engine that stops computing later changes this
+        const int64_t now_ns = monotonic_ns();
+        Permit permit = account.ask(now_ns);
+        if (permit.cores == 0 && now_ns - began_ns >= kLongestWaitNs) permit.cores = account.forgive();
+        if (permit.cores > 0) return permit;
+        futex_wait(account.wake(), seen, permit.wait_ns);
+    }
+}
+
 }  // namespace
 
 std::atomic<Turns*> Turns::in_use_{nullptr};
@@ -99,17 +111,9 @@ void Turns::charge() {
 Permit Turns::wait_for_turn(int64_t began_ns) {
     let_go_on(0);
     wake_others();  // it may be the turn of one of them now
-    while (true) {
-        const uint32_t seen = account_.wake();  // before ask(): an engine that stops computing later changes this
-        const int64_t now_ns = monotonic_ns();
-        Permit permit = account_.ask(now_ns);
-        if (permit.cores == 0 && now_ns - began_ns >= kLongestWaitNs) permit.cores = account_.forgive();
-        if (permit.cores > 0) {
-            waited_ns_ += now_ns - began_ns;
-            return permit;
-        }
-        futex_wait(account_.wake(), seen, permit.wait_ns);
-    }
+    const Permit permit = wait_for_permit(account_, began_ns);
+    waited_ns_ += monotonic_ns() - began_ns;
+    return permit;
 }
 
 void Turns::let_go_on(int32_t threads) {
@@ -117,6 +121,35 @@ void Turns::let_go_on(int32_t threads) {
 }
 
 void Turns::wake_others() {
+    account_.for_each_waiting(futex_wake);
+}
+
+DeviceTurns::DeviceTurns(int fd, int account, double weight, double max_share)
+    : table_(map_table(fd)), account_(*table_, account, {1, weight, max_share, true}, 1) {}
+
+DeviceTurns::~DeviceTurns() {
+    rest();
+    munmap(table_, sizeof(ShareTable));
+}
+
+void DeviceTurns::wait() {
+    const int64_t began_ns = monotonic_ns();
+    account_.begin(began_ns);
+    if (account_.ask(began_ns).cores == 0) {
+        account_.for_each_waiting(futex_wake);  // it may be the turn of one of them now
+        wait_for_permit(account_, began_ns);
+        waited_ns_ += monotonic_ns() - began_ns;
+    }
+    account_.stay(monotonic_ns() + kLongestWaitNs);  // nothing asks while a step is computed
+}
+
+void DeviceTurns::charge(int64_t device_ns) {
+    device_ns_ += device_ns;
+    account_.charge(device_ns);
+}
+
+void DeviceTurns::rest() {
+    account_.end();
     account_.for_each_waiting(futex_wake);
 }
 

@@ -68,4 +68,36 @@ class Turns {
     std::atomic<int64_t> waited_ns_{0};
 };
 
+// Shares one GPU between the engine of this process and the others that use it: one of them at a time launches steps,
+// and is charged for the time that they take. Called by one thread.
+//
+// An engine that dies or is stopped while it has its turn holds others up for kLongestWaitNs.
+class DeviceTurns {
+  public:
+    // Maps the table at `fd`, which stays the caller's. Throws std::system_error if it cannot be mapped.
+    DeviceTurns(int fd, int account, double weight, double max_share);
+    ~DeviceTurns();
+    DeviceTurns(const DeviceTurns&) = delete;
+    DeviceTurns& operator=(const DeviceTurns&) = delete;
+
+    // Waits for the engine's turn. Its steps that were launched before should have been charged.
+    void wait();
+    // Charges the engine for a step that has ended.
+    void charge(int64_t device_ns);
+    // Notes that the engine has no step to launch.
+    void rest();
+
+    // Whether another engine wants the GPU, or this one may not have all of it.
+    bool is_contended() const { return account_.is_contended(); }
+
+    double device_s() const { return static_cast<double>(device_ns_) / 1e9; }
+    double waited_s() const { return static_cast<double>(waited_ns_) / 1e9; }
+
+  private:
+    ShareTable* table_;
+    ShareAccount account_;
+    int64_t device_ns_ = 0;
+    int64_t waited_ns_ = 0;
+};
+
 }  // namespace swiftkv

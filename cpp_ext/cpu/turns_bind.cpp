@@ -82,6 +82,14 @@ void bind_turns(nb::module_& m) {
         .def("check", &Turns::check, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("core_s", &Turns::core_s)
         .def_prop_ro("waited_s", &Turns::waited_s);
+    nb::class_<DeviceTurns>(m, "DeviceTurns")
+        .def(nb::init<int, int, double, double>(), "fd"_a, "account"_a, "weight"_a, "max_share"_a)
+        .def("wait", &DeviceTurns::wait, nb::call_guard<nb::gil_scoped_release>())
+        .def("charge", &DeviceTurns::charge, "device_ns"_a)
+        .def("rest", &DeviceTurns::rest)
+        .def("is_contended", &DeviceTurns::is_contended)
+        .def_prop_ro("device_s", &DeviceTurns::device_s)
+        .def_prop_ro("waited_s", &DeviceTurns::waited_s);
 }
 
 }  // namespace swiftkv

@@ -236,17 +236,23 @@ class Engine:
         self._refuse_starved(now_s)
         plan = self._scheduler.schedule(now_s)
         if plan is None and not self._launched:
+            self._turns.rest()
             return False
         self._weights.check(now_s)
         if plan is not None:
             if now_s >= self._stats_due_s:
                 self._send_stats()
+            if self._turns.is_contended():
+                self._finish_steps()
             is_overlapped = bool(self._launched)
             preparing_s = 0.0 if is_overlapped else time.monotonic() - max(self._previous_end_s, self._woken_s)
-            with self._turns:  # models on the CPU share its cores
+            with self._turns:  # models share the cores, or a GPU
                 self._launch(plan, preparing_s)
         self._finish_steps(keep=1 if plan is not None and self._config.async_scheduling else 0)
-        return self._scheduler.has_work()
+        if self._scheduler.has_work():
+            return True
+        self._turns.rest()
+        return False
 
     def _launch(self, plan: StepPlan, preparing_s: float) -> None:
         launched_s = time.monotonic()
@@ -281,6 +287,7 @@ class Engine:
                 exposed_s = self._runner.layer_stream.step_ended()
             sampled = step.sample.result()
             duration_s = self._take_duration(step.launched_s)
+            self._turns.ended(duration_s)
             token_ids = np.where(sampled.broken, np.int32(-1), sampled.token_ids)  # -1 where logits are not finite
             result = self._scheduler.commit(token_ids, duration_s=duration_s + step.preparing_s)
             self._prompt_logprobs.commit(step.prompt_parts, result.counts)

@@ -84,12 +84,13 @@ class PromptLookup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine's account in the node's `ShareTable`, and its `compute` section."""
+    """An engine's account in a `ShareTable` of the node, and its `compute` section."""
 
+    resource: Literal["cores", "gpu"]  # what the engines with accounts in this table share
     table_fd: int  # the process inherits it
     account: int
     weight: int
-    max_share: float  # the most of all cores, up to 1
+    max_share: float  # the most of all cores, or of the GPU's time, up to 1
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -313,9 +314,9 @@ TOKEN_POINTS = tuple(f"{2 ** (i / 2):.4g}" for i in range(27))
 
 
 class ComputeStats(msgspec.Struct, array_like=True, frozen=True):
-    """The core time of an engine that shares cores with others by weight."""
+    """The time of an engine that shares cores or a GPU with others by weight."""
 
-    core_s_total: float  # core time that its process has used
+    core_s_total: float  # core time that its process has used, or time that its steps have taken on the GPU
     waited_s_total: float  # time that its steps have waited for turns
 
 

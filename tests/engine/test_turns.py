@@ -1,4 +1,4 @@
-"""Processes that share cores, and are killed or stopped at any time: the others go on, on the cores that are left."""
+"""Processes that share cores or a GPU, and are killed or stopped at any time: the others go on with what is left."""
 
 from __future__ import annotations
 
@@ -7,39 +7,52 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from swiftkv.engine.messages import ShareSpec
+from swiftkv.engine.messages import ComputeStats, ShareSpec
+from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.turns import SharedTurns
 from swiftkv.shares import ShareTable
+from tests.engine.engine_thread import EngineThread
+from tests.engine.gpu_turn_taker import OVERLAPS, STEP_NS
+from tests.support.checkpoints import make_checkpoint
 from tests.support.node_process import wait_for
 
 pytest.importorskip("swiftkv._cpu")
+from swiftkv._cpu import DeviceTurns
 
 ACCOUNTS_AT, ACCOUNT_BYTES, THREADS_AT = 128, 128, 24  # in the table: see `shares.h`
 PROGRAM = Path(__file__).parent / "turn_taker.py"
+GPU_PROGRAM = Path(__file__).parent / "gpu_turn_taker.py"
+PROMPTS = [[7 * i % 300 + 3 for i in range(begin, begin + length)] for begin, length in ((1, 90), (9, 30), (5, 200))]
 
 
 class Takers:
-    """Processes that share cores by one table."""
+    """Processes that run a program with accounts in one table."""
 
-    def __init__(self, table: ShareTable, num_cores: int) -> None:
+    def __init__(self, table: ShareTable, program: Path) -> None:
         self._table = table
-        self._num_cores = num_cores
+        self._program = program
         self._counts_fd = os.memfd_create("counts")
         os.ftruncate(self._counts_fd, mmap.PAGESIZE)
         self._counts = memoryview(mmap.mmap(self._counts_fd, mmap.PAGESIZE)).cast("Q")
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
-    def start(self, account: int) -> None:
+    def start(self, account: int, option: int) -> None:
+        """`option` is the number of cores, or the weight on a GPU."""
         fds = (self._table.fd, self._counts_fd)
-        command = [sys.executable, str(PROGRAM), *map(str, fds), str(account), str(self._num_cores)]
+        command = [sys.executable, str(self._program), *map(str, fds), str(account), str(option)]
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
         self.processes[account] = subprocess.Popen(command, pass_fds=fds, env=environment)
+
+    def counts(self) -> list[int]:
+        return self._counts.tolist()
 
     def wait_until_it_computes(self, account: int, num_parts: int = 30) -> None:
         wanted = self._counts[account] + num_parts
@@ -64,11 +77,12 @@ class Takers:
         os.close(self._counts_fd)
 
 
-@pytest.fixture
-def takers() -> Iterator[Takers]:
-    with closing(ShareTable.create()) as table, closing(Takers(table, num_cores=1)) as takers:
+@pytest.fixture(params=[PROGRAM, GPU_PROGRAM], ids=["cores", "gpu"])
+def takers(request: pytest.FixtureRequest) -> Iterator[Takers]:
+    """Two processes with equal parts of one core, or of a GPU."""
+    with closing(ShareTable.create()) as table, closing(Takers(table, request.param)) as takers:
         for account in (0, 1):
-            takers.start(account)
+            takers.start(account, 1)
         for account in (0, 1):
             takers.wait_until_it_computes(account)
         yield takers
@@ -89,7 +103,7 @@ def test_a_process_that_is_killed_within_its_turn_or_outside_holds_nobody_up(tak
         takers.processes[killed].kill()
         takers.processes[killed].wait()
         takers.wait_until_it_computes(1 - killed)
-        takers.start(killed)
+        takers.start(killed, 1)
         takers.wait_until_it_computes(killed)
 
 
@@ -102,10 +116,10 @@ def test_all_stopped_at_once_go_on_together(takers: Takers) -> None:
 
 
 def test_as_many_threads_compute_as_there_are_cores_for_them() -> None:
-    with closing(ShareTable.create()) as table, closing(Takers(table, num_cores=2)) as takers:
-        takers.start(0)
+    with closing(ShareTable.create()) as table, closing(Takers(table, PROGRAM)) as takers:
+        takers.start(0, 2)
         wait_for("both cores", lambda: takers.busy_threads(0) == 2)
-        takers.start(1)
+        takers.start(1, 2)
         wait_for("a core each", lambda: (takers.busy_threads(0), takers.busy_threads(1)) == (1, 1))
         takers.processes[1].kill()
         wait_for("both cores again", lambda: takers.busy_threads(0) == 2)
@@ -123,8 +137,58 @@ def test_models_get_accounts_that_nobody_has() -> None:
 
 def test_an_engine_of_several_ranks_asks_for_the_cores_of_all_of_them() -> None:
     with closing(ShareTable.create()) as table:
-        share = ShareSpec(table.fd, account=5, weight=1, max_share=1)
+        share = ShareSpec("cores", table.fd, account=5, weight=1, max_share=1)
         turns = SharedTurns(share, threads=3, num_ranks=2)
         account = os.pread(table.fd, ACCOUNT_BYTES, ACCOUNTS_AT + 5 * ACCOUNT_BYTES)
         del turns  # this process has no turns any more
     assert int.from_bytes(account[THREADS_AT : THREADS_AT + 4], sys.byteorder) == 6
+
+
+def test_steps_on_a_gpu_do_not_overlap_and_are_divided_by_weight() -> None:
+    with closing(ShareTable.create()) as table, closing(Takers(table, GPU_PROGRAM)) as takers:
+        for account, weight in enumerate((3, 1)):
+            takers.start(account, weight)
+        for account in (0, 1):
+            takers.wait_until_it_computes(account)
+        before = takers.counts()
+        takers.wait_until_it_computes(1, 50)
+        after = takers.counts()
+        assert 2.5 < (after[0] - before[0]) / (after[1] - before[1]) < 3.5
+        assert after[OVERLAPS] == 0
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_an_engine_launches_its_steps_in_its_turns(tmp_path: Path, is_ahead: bool) -> None:
+    make_checkpoint(tmp_path / "model", "llama")
+    with closing(ShareTable.create()) as table:
+        share = ShareSpec("gpu", table.fd, account=0, weight=1, max_share=1)
+        engine = EngineThread(tmp_path / "model", ModelRunner, share=share, async_scheduling=is_ahead)
+        other = DeviceTurns(table.fd, 1, 1.0, 1.0)
+        with engine.running():
+            alone = engine.generate(PROMPTS, max_tokens=20)
+            assert compute_of(engine).waited_s_total == 0
+            assert compute_of(engine).core_s_total > 0
+            other.wait()  # it does not end its turn, so the engine is let in after a while
+            assert [a.token_ids for a in engine.generate(PROMPTS, max_tokens=20)] == [a.token_ids for a in alone]
+            assert compute_of(engine).waited_s_total > 0
+            is_over = threading.Event()
+            with ThreadPoolExecutor(1) as thread:
+                taking = thread.submit(take_turns, other, is_over)
+                beside = engine.generate(PROMPTS, max_tokens=20, cache_salt="computed anew")
+                is_over.set()
+                taking.result()
+            assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone]
+
+
+def take_turns(turns: DeviceTurns, is_over: threading.Event) -> None:
+    while not is_over.is_set():
+        turns.wait()
+        turns.charge(STEP_NS)
+    turns.rest()
+
+
+def compute_of(engine: EngineThread[ModelRunner]) -> ComputeStats:
+    """Return what the engine, at rest, says of its time."""
+    compute = engine.wait_for_rest().compute
+    assert compute is not None
+    return compute
