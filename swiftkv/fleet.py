@@ -26,7 +26,7 @@ from swiftkv.planning.transports import lending_transports
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.forecast import ForecastLimits
-from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
+from swiftkv.server.lending import Borrower, CoordinatorClient, Lender, LendingMember, NodeLending, Outsider
 from swiftkv.server.metrics import GatewayMetrics, ModelMetrics
 from swiftkv.server.outlook import Outlook
 from swiftkv.server.sleep import Sleeper
@@ -242,19 +242,9 @@ class Fleet:
             step_time_s=lambda: self._learnt.of(shape),
             give_way_s=give_way_s,
         )
-        self.lending.add(
-            LendingMember(
-                name=plan.name,
-                role=plan.role,
-                pool_bytes=plan.pool_bytes if isinstance(plan, SizedPlan) else 0,
-                block_bytes=plan.block_bytes,
-                why_not_lend=why_not_lend(self.config, plan, lending),
-                engine=client,
-                coordinator=coordinator,
-                remember_budget=supervisor.set_lending_budget,
-                budget_bytes=supervisor.lending_budget,
-            )
-        )
+        pool_bytes = plan.pool_bytes if isinstance(plan, SizedPlan) else 0
+        part = _part_in_lending(plan, why_not_lend(self.config, plan, lending), coordinator, supervisor)
+        self.lending.add(LendingMember(plan.name, plan.role, pool_bytes, client, part))
         sleeper = Sleeper(
             client,
             self.lending,
@@ -291,6 +281,18 @@ class Fleet:
         for member in self.members.values():
             there = (self.members[name] for name in member.lenders if name in self.members)
             member.supervisor.lenders = [lender.supervisor for lender in there]
+
+
+def _part_in_lending(
+    plan: ModelPlan, why_not: str | None, coordinator: CoordinatorClient | None, supervisor: EngineSupervisor
+) -> Lender | Borrower | Outsider:
+    """Return a model's part in lending; `why_not` says why it cannot lend, if it cannot."""
+    if coordinator is None:
+        assert why_not is not None
+        return Outsider(why_not)
+    if why_not is not None:
+        return Borrower(coordinator, why_not)
+    return Lender(coordinator, plan.block_bytes, supervisor.lending_budget, supervisor.set_lending_budget)
 
 
 def _outlook(model: ModelConfig, metrics: ModelMetrics) -> Outlook:

@@ -160,7 +160,8 @@ def _lending_router(models: ModelTable, lending: NodeLending) -> APIRouter:
         worker: Name, body: Annotated[BudgetBody, parsed(BudgetBody)], dry_run: DryRun = "false"
     ) -> Response:
         """Set the most that a worker lends. Memory lent beyond that is recalled before the answer comes."""
-        return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
+        change = lending.try_budget if dry_run == "true" else lending.set_budget
+        return json_response(await change(worker, body.budget))
 
     @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
     async def show_pool(model: Name) -> Response:
