@@ -22,6 +22,7 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.sleep import SleepLevel
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import listen_on
 
@@ -112,7 +113,7 @@ class RunningModels:
                 raise ApiError(409, f"'{name}' is the only model of this node", param="model", code="only_model")
             state = handle.client.state
             if state.is_there or state in (EngineState.SLEEPING, EngineState.ASLEEP):  # refused while it falls asleep
-                await handle.sleeper.sleep(2, timeout_s, now=now)
+                await handle.sleeper.sleep(SleepLevel.WITHOUT_PROCESS, timeout_s, now=now)
             self._table.remove(name)
             handle.client.status.drain()  # before a client can wake it
             await self._ports.close_model(name)
@@ -137,7 +138,7 @@ class RunningModels:
                 mark, renewed = await asyncio.to_thread(self._renewed, name)
             except (SwiftkvError, OSError) as error:
                 raise ApiError(400, str(error), code="invalid_model") from None
-            await handle.sleeper.sleep(2, timeout_s, now=now)
+            await handle.sleeper.sleep(SleepLevel.WITHOUT_PROCESS, timeout_s, now=now)
             self._show(renewed, mark)
             await handle.sleeper.wake()
             self._say(f"{name}: reloaded")

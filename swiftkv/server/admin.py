@@ -21,6 +21,7 @@ from swiftkv.server.node_views import ModelChange, ModelFiles, ModelFilesList, M
 from swiftkv.server.overview import Overviews
 from swiftkv.server.parameters import no_unknown_parameters
 from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
+from swiftkv.server.sleep import SleepLevel
 from swiftkv.server.streaming import json_response
 from swiftkv.units import DURATION_PATTERN, parse_duration
 
@@ -117,7 +118,7 @@ def _sleep_router(models: ModelTable) -> APIRouter:
         """Put a model to sleep once its requests in flight have ended; others may use its memory until it is woken."""
         handle = models.get(model)
         begun_s = time.monotonic()
-        await handle.sleeper.sleep(int(level), parse_duration(timeout), now=now == "true")
+        await handle.sleeper.sleep(SleepLevel(int(level)), parse_duration(timeout), now=now == "true")
         return json_response(_change(models, model, begun_s))
 
     @router.post("/models/{model}/wake", responses=documented("ModelChange", 404, 503))
