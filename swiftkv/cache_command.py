@@ -66,13 +66,14 @@ def cache_why(
     if as_json:
         print(json.dumps(found))
         return
-    for sequence in found["sequences"]:
-        age_s = sequence["age_s"]
-        when = "" if age_s is None else f" ({age_s:.1f} s before)"
-        print(
-            f"{found['model']}: {sequence['cached_tokens']:,} of {sequence['prompt_tokens']:,} prompt tokens were "
-            f"cached: {sequence['reason']}{when}: {sequence['meaning']}"
-        )
+    for match in (found, *found["others"]):
+        for sequence in match["sequences"]:
+            age_s = sequence["age_s"]
+            when = "" if age_s is None else f" ({age_s:.1f} s before)"
+            print(
+                f"{match['model']}: {sequence['cached_tokens']:,} of {sequence['prompt_tokens']:,} prompt tokens were "
+                f"cached: {sequence['reason']}{when}: {sequence['meaning']}"
+            )
 
 
 def _checked_duration(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,6 +171,12 @@ def plan(
                 print(f"\nthis machine cannot serve it: {error}")
 
 
+def _checked_target(seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise typer.BadParameter(f"{seconds:g} is not a number of seconds above 0")
+    return seconds
+
+
 @app.command(
     epilog="Example: `swiftkv simulate configs/embedded.yaml --trace conversation_trace.jsonl --step-time http://127.0.0.1:8000`"
 )
@@ -209,10 +216,14 @@ def simulate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The random seed that spreads requests with equal timestamps.")] = 0,
     target_ttft: Annotated[
-        float | None, typer.Option(help="Show how many requests get their first token within this many seconds.")
+        float | None,
+        typer.Option(
+            callback=_checked_target, help="Show how many requests get their first token within this many seconds."
+        ),
     ] = None,
     target_tpot: Annotated[
-        float | None, typer.Option(help="Show how many requests take at most this many seconds per token.")
+        float | None,
+        typer.Option(callback=_checked_target, help="Show how many requests take at most this many seconds per token."),
     ] = None,
     save_step_time: Annotated[Path | None, typer.Option(help="Write the times of steps to this file, as JSON.")] = None,
     no_lending: Annotated[

@@ -78,62 +78,56 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_across_models(self) -> Config:
         mistakes = [] if self.models else ["models: [] is not a list of at least one model"]
-        names: dict[str, str] = {}
         if self.node.max_bodies < self.node.max_body:
             mistakes.append(
                 f"node.max_bodies: {format_size(self.node.max_bodies)} is less than node.max_body "
                 f"({format_size(self.node.max_body)}), so that the largest body never fits; raise it or lower max_body"
             )
-        ports: dict[int, str] = {self.node.port: "node.port"}
+        key_of_name: dict[str, str] = {}
+        key_of_port = {str(self.node.port): "node.port"}
         for i, model in enumerate(self.models):
+            key = f"models[{i}]"
             for name in model.names:
-                key = f"models[{i}].{'name' if name == model.name else 'served_model_name'}"
-                if name in names:
-                    mistakes.append(f"{key}: '{name}' is taken by {names[name]}; give each its own")
-                names.setdefault(name, key)
+                name_key = "name" if name == model.name else "served_model_name"
+                mistakes += _take(f"'{name}'", f"{key}.{name_key}", key_of_name)
             if model.endpoint is not None and model.endpoint.port != 0:
-                key = f"models[{i}].endpoint.port"
-                if model.endpoint.port in ports:
-                    taken_by = ports[model.endpoint.port]
-                    mistakes.append(f"{key}: {model.endpoint.port} is taken by {taken_by}; give each its own")
-                ports.setdefault(model.endpoint.port, key)
-            if model.lending is not None and model.role == "master":
-                mistakes.append(
-                    f"models[{i}].lending: a master borrows, it does not lend; make it a worker or drop this"
-                )
-            mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_ranks(model)]
-            if model.matryoshka_dimensions is not None and model.task != "embed":
-                mistakes.append(
-                    f"models[{i}].matryoshka_dimensions: only a model with task: embed has embeddings; write task: "
-                    "embed, or drop this"
-                )
-            if model.device != "cpu" and model.compute is not None and "compute" in model.model_fields_set:
-                mistakes.append(
-                    f"models[{i}].compute: a model on a GPU ({model.device}) does not compute on the cores; drop this, "
-                    "or write device: cpu"
-                )
-            mistakes += [f"models[{i}].{mistake}" for mistake in self._mistakes_about_memory(model)]
-            mistakes += [f"models[{i}].tiers.{mistake}" for mistake in self._mistakes_about_tiers(model)]
-            mistakes += [f"models[{i}].speculative_config.{mistake}" for mistake in model.why_no_drafts()]
-            if model.max_num_batched_tokens < model.max_num_seqs:
-                mistakes.append(
-                    f"models[{i}].max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
-                    f"({model.max_num_seqs}), each of which needs a token per step; raise it or lower max_num_seqs"
-                )
+                mistakes += _take(str(model.endpoint.port), f"{key}.endpoint.port", key_of_port)
+            mistakes += [f"{key}.{mistake}" for mistake in self._mistakes_about_model(model)]
         mistakes += self._mistakes_about_events()
         mistakes += mistakes_about_tenants(self.node.tenants, self.node.api_key_env)
         if mistakes:
             raise ValueError("\n".join(mistakes))
         return self
 
+    def _mistakes_about_model(self, model: ModelConfig) -> Iterator[str]:
+        """Yield a line for each rule that a model breaks by itself or beside the node's keys, from its own key on."""
+        if model.lending is not None and model.role == "master":
+            yield "lending: a master borrows, it does not lend; make it a worker or drop this"
+        yield from self._mistakes_about_ranks(model)
+        if model.matryoshka_dimensions is not None and model.task != "embed":
+            yield (
+                "matryoshka_dimensions: only a model with task: embed has embeddings; write task: embed, or drop this"
+            )
+        if model.device != "cpu" and model.compute is not None and "compute" in model.model_fields_set:
+            yield (
+                f"compute: a model on a GPU ({model.device}) does not compute on the cores; drop this, or write "
+                "device: cpu"
+            )
+        yield from self._mistakes_about_memory(model)
+        yield from (f"tiers.{mistake}" for mistake in self._mistakes_about_tiers(model))
+        yield from (f"speculative_config.{mistake}" for mistake in model.why_no_drafts())
+        if model.max_num_batched_tokens < model.max_num_seqs:
+            yield (
+                f"max_num_batched_tokens: {model.max_num_batched_tokens} is less than max_num_seqs "
+                f"({model.max_num_seqs}), each of which needs a token per step; raise it or lower max_num_seqs"
+            )
+
     def _mistakes_about_events(self) -> Iterator[str]:
         taken: dict[str, str] = {}
         for i, model in enumerate(self.models):
             for name, endpoint in model.kv_events_config.endpoints.items():
                 key = f"models[{i}].kv_events_config.{name}"
-                if endpoint in taken:
-                    yield f"{key}: {endpoint} is taken by {taken[endpoint]}; give each its own"
-                taken.setdefault(endpoint, key)
+                yield from _take(endpoint, key, taken)
                 host = host_of(endpoint)
                 if host is not None and not is_loopback(host) and not self.node.allow_unauthenticated:
                     yield (
@@ -210,6 +204,14 @@ class Config(Section):
                 f"{'borrows' if model.role == 'master' else 'lends'} is planned before that; write a size such as "
                 "40GiB, or node.lending: off"
             )
+
+
+def _take(value: str, key: str, taken: dict[str, str]) -> list[str]:
+    """Note in `taken` that `value` is at `key`, or return a line about the key that it is at already."""
+    if value in taken:
+        return [f"{key}: {value} is taken by {taken[value]}; give each its own"]
+    taken[value] = key
+    return []
 
 
 def load_config(path: Path, **node_overrides: object) -> Config:

@@ -28,7 +28,6 @@ from swiftkv.sockets import host_in_url
 _START_TIMEOUT_S = 300.0
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 1.0  # a node that is starting accepts connections before it answers; the display goes on
-_SERVE = module_command("swiftkv", "serve")
 
 
 class TooLongError(EngineError):
@@ -159,7 +158,7 @@ def serving(path: Path, config: Config, console: Console, *options: str) -> Iter
     names = ", ".join(model.name for model in config.models)
     with (
         tempfile.TemporaryFile("w+") as log,
-        _process([*_SERVE, str(path), *options], log, config.node.shutdown_timeout) as process,
+        _process([str(path), *options], log, config.node.shutdown_timeout) as process,
     ):
         with console.status(f"starting {names}") as status:
             start_s = time.monotonic()
@@ -179,8 +178,9 @@ def serving(path: Path, config: Config, console: Console, *options: str) -> Iter
 
 
 @contextlib.contextmanager
-def _process(command: list[str], log: IO[str], shutdown_timeout_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process until the end of the block, when it is ended."""
+def _process(arguments: list[str], log: IO[str], shutdown_timeout_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `swiftkv serve` until the end of the block, or of this process, when it is ended."""
+    command = module_command("swiftkv.demo_serve", str(os.getpid()), *arguments)
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process

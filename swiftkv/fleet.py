@@ -1,11 +1,11 @@
-"""The models of a node: the parts of each, from its configuration to the supervisor of its engine."""
+"""The models of a node: the parts of each, from its configuration to the task that keeps its engine running."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import NoReturn
 import msgspec
 
 from swiftkv.config import Config
-from swiftkv.engine.messages import EngineConfig, ShareSpec
+from swiftkv.engine.messages import EngineConfig, Ready, ShareSpec
 from swiftkv.engine_configs import compile_engines, why_not_lend
 from swiftkv.host_tiers import HostTiers, check_fits_machine
 from swiftkv.learnt import LearntStepTimes, fingerprint
@@ -26,13 +26,14 @@ from swiftkv.planning.transports import lending_transports
 from swiftkv.server.client import EngineClient
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.forecast import ForecastLimits
-from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
+from swiftkv.server.lending import Borrower, CoordinatorClient, Lender, LendingMember, NodeLending, Outsider
 from swiftkv.server.metrics import GatewayMetrics, ModelMetrics
 from swiftkv.server.outlook import Outlook
 from swiftkv.server.sleep import Sleeper
 from swiftkv.server.storage_changes import StorageChanges
 from swiftkv.shares import ShareTable
 from swiftkv.supervisor import EngineSupervisor
+from swiftkv.tasks import Tasks
 
 _KEEP_EVERY_S = 60.0
 _PART_GIVING_WAY = 0.1  # of `load_timeout`
@@ -68,6 +69,7 @@ class Fleet:
         *,
         ipc: Path,
         metrics: GatewayMetrics,
+        tasks: Tasks,
         say: Callable[[str], None],
         state: Path | None = None,
     ) -> None:
@@ -80,6 +82,8 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self._ipc = ipc
         self._metrics = metrics
+        self._tasks = tasks
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: the task that keeps its engine running
         self._say = say
         self._learnt = LearntStepTimes(state)
         self._environment = engine_environment(config)
@@ -141,7 +145,37 @@ class Fleet:
         self._link()
         return member
 
-    def remove(self, name: str) -> None:
+    async def start(
+        self, member: Member, before_restart: Callable[[str], Awaitable[None]], *, behind_others: bool = False
+    ) -> Ready:
+        """Start a model's engine, and keep it running from then on; return when it serves.
+
+        `before_restart` is called with the model's name before each further start; if it raises `EngineError`, that
+        start has failed. With `behind_others`, loading gives way to other models that have requests.
+
+        Raises `EngineError` if the engine does not come up.
+        """
+        name, supervisor = member.plan.name, member.supervisor
+        member.client.start()
+        ready = await (supervisor.start_behind_others() if behind_others else supervisor.start())
+        keeping = supervisor.keep_running(partial(before_restart, name))
+        self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")
+        return ready
+
+    async def end(self, name: str) -> None:
+        """End a model's engine, whether or not it came up, and forget the model."""
+        member = self.members[name]
+        member.client.status.drain()
+        if keeper := self._keepers.pop(name, None):
+            await self._tasks.end(keeper)
+        await member.supervisor.stop()
+        self._forget(name)
+
+    async def stop_engines(self) -> None:
+        """End the engines of all models; the tasks that would start them again must have ended."""
+        await asyncio.gather(*(member.supervisor.stop() for member in self.members.values()))
+
+    def _forget(self, name: str) -> None:
         """Forget a model whose process has ended, and free everything that it used."""
         member = self.members.pop(name)
         self.config = self.config.without_model(name)
@@ -180,7 +214,7 @@ class Fleet:
     def close(self) -> None:
         """Close every socket; call after the supervisors have stopped."""
         for name in list(self.members):
-            self.remove(name)
+            self._forget(name)
         self._shares.close()
 
     def _make(self, model: ModelConfig, plan: ModelPlan, engine: EngineConfig) -> Member:
@@ -209,19 +243,9 @@ class Fleet:
             step_time_s=lambda: self._learnt.of(shape),
             give_way_s=give_way_s,
         )
-        self.lending.add(
-            LendingMember(
-                name=plan.name,
-                role=plan.role,
-                pool_bytes=plan.pool_bytes if isinstance(plan, SizedPlan) else 0,
-                block_bytes=plan.block_bytes,
-                why_not_lend=why_not_lend(self.config, plan, lending),
-                engine=client,
-                coordinator=coordinator,
-                remember_budget=supervisor.set_lending_budget,
-                budget_bytes=supervisor.lending_budget,
-            )
-        )
+        pool_bytes = plan.pool_bytes if isinstance(plan, SizedPlan) else 0
+        part = _part_in_lending(plan, why_not_lend(self.config, plan, lending), coordinator, supervisor)
+        self.lending.add(LendingMember(plan.name, plan.role, pool_bytes, client, part))
         sleeper = Sleeper(
             client,
             self.lending,
@@ -258,6 +282,18 @@ class Fleet:
         for member in self.members.values():
             there = (self.members[name] for name in member.lenders if name in self.members)
             member.supervisor.lenders = [lender.supervisor for lender in there]
+
+
+def _part_in_lending(
+    plan: ModelPlan, why_not: str | None, coordinator: CoordinatorClient | None, supervisor: EngineSupervisor
+) -> Lender | Borrower | Outsider:
+    """Return a model's part in lending; `why_not` says why it cannot lend, if it cannot."""
+    if coordinator is None:
+        assert why_not is not None
+        return Outsider(why_not)
+    if why_not is not None:
+        return Borrower(coordinator, why_not)
+    return Lender(coordinator, plan.block_bytes, supervisor.lending_budget, supervisor.set_lending_budget)
 
 
 def _outlook(model: ModelConfig, metrics: ModelMetrics) -> Outlook:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv.config import Config
 from swiftkv.errors import CheckpointError
 from swiftkv.fleet import Member
+from swiftkv.model_config import ModelConfig
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.templates import TemplateRenderer
 
 if TYPE_CHECKING:
+    from swiftkv.models.pooling import EmbeddingRecipe
     from swiftkv.server.models import ModelHandle
+    from swiftkv.server.pooling.template import ScoreTemplate
+    from swiftkv.server.tokenizer import Tokenizer
 
 
 def load_handles(
     config: Config, members: Sequence[Member], grammars: GrammarChecker, templates: TemplateRenderer
 ) -> list[ModelHandle]:
     """Return a handle for each model, with its tokenizer. Takes seconds, the first time for imports alone."""
-    from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
     from swiftkv.server.models import ClientPolicy, ModelHandle
-    from swiftkv.server.pooling.template import ScoreTemplate
     from swiftkv.server.reasoning_parsers import choose_reasoning
     from swiftkv.server.sampling_defaults import sampling_defaults
     from swiftkv.server.targets import Targets
@@ -57,13 +60,23 @@ def load_handles(
                     reasoning=choose_reasoning(model.reasoning_parser, tokenizer),
                     templates=templates if model.trust_request_chat_template else None,
                     defaults=sampling_defaults(model.generation_config, directory, config.directory),
-                    embedding=(
-                        read_embedding_recipe(directory, model.matryoshka_dimensions) if model.task == "embed" else None
-                    ),
-                    scoring=(ScoreTemplate(tokenizer, read_score_recipe(directory)) if model.task == "score" else None),
+                    pooling=_pooling(model, directory, tokenizer),
                 )
             )
     return handles
+
+
+def _pooling(model: ModelConfig, directory: Path, tokenizer: Tokenizer) -> EmbeddingRecipe | ScoreTemplate | None:
+    from swiftkv.models.pooling import read_embedding_recipe, read_score_recipe
+    from swiftkv.server.pooling.template import ScoreTemplate
+
+    match model.task:
+        case "generate":
+            return None
+        case "embed":
+            return read_embedding_recipe(directory, model.matryoshka_dimensions)
+        case "score":
+            return ScoreTemplate(tokenizer, read_score_recipe(directory))
 
 
 @contextmanager

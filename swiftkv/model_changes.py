@@ -1,4 +1,4 @@
-"""Adds models to a node that runs, and removes them."""
+"""Adds models to a node that runs, removes them and loads them anew."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from swiftkv.config import Config
@@ -23,9 +22,9 @@ from swiftkv.server.errors import ApiError
 from swiftkv.server.grammars import GrammarChecker
 from swiftkv.server.limits import NodeLimits
 from swiftkv.server.metrics import GatewayMetrics
+from swiftkv.server.sleep import SleepLevel
 from swiftkv.server.templates import TemplateRenderer
 from swiftkv.sockets import listen_on
-from swiftkv.tasks import Tasks
 
 if TYPE_CHECKING:
     from swiftkv.server.batches.service import BatchService
@@ -37,7 +36,7 @@ _Mark = frozenset[tuple[str, int, int, int]]
 
 
 class RunningModels:
-    """The models of a node that runs, and the tasks that keep their engines running.
+    """The models of a node that runs, as clients know them.
 
     One change is made at a time, and the first once `begin` was called: until then the node is starting its models.
     """
@@ -49,26 +48,22 @@ class RunningModels:
         *,
         ports: Ports,
         limits: NodeLimits,
-        tasks: Tasks,
         grammars: GrammarChecker,
         templates: TemplateRenderer,
         metrics: GatewayMetrics,
         batches: BatchService | None,
-        keepers: dict[str, asyncio.Task[None]],
         say: Callable[[str], None],
     ) -> None:
-        """`table` has the models that clients may name; `keepers` has, by model, the task that restarts its engine."""
+        """`table` has the models that clients may name."""
         self._fleet = fleet
         self._table = table
         self._ports = ports
         self._limits = limits
-        self._tasks = tasks
         self._grammars = grammars
         self._templates = templates
         self._metrics = metrics
         self._batches = batches
         self._say = say
-        self._keepers = keepers
         self._changing = asyncio.Lock()
         self._has_begun = False
         self._marks = {name: _mark_of(member.plan) for name, member in fleet.members.items()}
@@ -118,13 +113,13 @@ class RunningModels:
                 raise ApiError(409, f"'{name}' is the only model of this node", param="model", code="only_model")
             state = handle.client.state
             if state.is_there or state in (EngineState.SLEEPING, EngineState.ASLEEP):  # refused while it falls asleep
-                await handle.sleeper.sleep(2, timeout_s, now=now)
+                await handle.sleeper.sleep(SleepLevel.WITHOUT_PROCESS, timeout_s, now=now)
             self._table.remove(name)
             handle.client.status.drain()  # before a client can wake it
             await self._ports.close_model(name)
-            member = self._fleet.members[name]
-            await self._end(member)
-            self._limits.leave_files_of_model(files_of(member.config))
+            model = self._fleet.members[name].config
+            await self._end(name)
+            self._limits.leave_files_of_model(files_of(model))
             self._say(f"{name}: removed")
 
     async def reload(self, name: str, timeout_s: float, *, now: bool) -> None:
@@ -143,7 +138,7 @@ class RunningModels:
                 mark, renewed = await asyncio.to_thread(self._renewed, name)
             except (SwiftkvError, OSError) as error:
                 raise ApiError(400, str(error), code="invalid_model") from None
-            await handle.sleeper.sleep(2, timeout_s, now=now)
+            await handle.sleeper.sleep(SleepLevel.WITHOUT_PROCESS, timeout_s, now=now)
             self._show(renewed, mark)
             await handle.sleeper.wake()
             self._say(f"{name}: reloaded")
@@ -203,13 +198,10 @@ class RunningModels:
         """
         name = member.plan.name
         async with contextlib.AsyncExitStack() as undoing:
-            undoing.push_async_callback(self._end, member)
+            undoing.push_async_callback(self._end, name)
             self._marks[name] = _mark_of(member.plan)
             try:
-                member.client.start()
-                await member.supervisor.start_behind_others()
-                keeping = member.supervisor.keep_running(partial(self.before_restart, name))
-                self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")
+                await self._fleet.start(member, self.before_restart, behind_others=True)
                 [handle] = await asyncio.to_thread(
                     load_handles, self._fleet.config, [member], self._grammars, self._templates
                 )
@@ -223,14 +215,9 @@ class RunningModels:
             self._batches.add(member.config)
         self._table.add(handle)
 
-    async def _end(self, member: Member) -> None:
-        """End the process of a model that is no longer used, and forget the model."""
-        name = member.plan.name
-        member.client.status.drain()
-        if keeper := self._keepers.pop(name, None):
-            await self._tasks.end(keeper)
-        await member.supervisor.stop()
-        self._fleet.remove(name)
+    async def _end(self, name: str) -> None:
+        """End the engine of a model that is no longer used, and forget the model."""
+        await self._fleet.end(name)
         self._marks.pop(name, None)
         self._metrics.hide_model(name)
 

@@ -16,7 +16,6 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,8 +189,6 @@ class Node:
         self._trace_sink = trace_sink
         self._state = state
         self._stopping = stopping
-        self._batches: BatchService | None = None
-        self._batching: asyncio.Task[None] | None = None  # runs their lines
         self._is_held_up = False  # by a disk that hangs
         self._grammars = GrammarChecker()
         self._templates = TemplateRenderer()
@@ -200,11 +197,12 @@ class Node:
         if trace_sink is not None:
             self._metrics.registry.register(trace_sink)
         kept = state if config.node.state_dir is not None else None  # only `state_dir` outlives the node
-        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, say=_say_when, state=kept)
         self._tasks = Tasks()
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # by model: the task that keeps its engine running
-        self._ports: Ports | None = None
+        self._fleet = Fleet(config, plans, ipc=ipc, metrics=self._metrics, tasks=self._tasks, say=_say_when, state=kept)
         self._models: RunningModels | None = None
+        """The models as clients know them; `None` until the ports are open."""
+        self._batching: asyncio.Task[None] | None = None
+        """The task that runs the lines of batches; `None` until the ports are open, and in a node without batches."""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -218,33 +216,22 @@ class Node:
         async with AsyncExitStack() as ends:  # called from the last to the first, each even if others fail
             ends.callback(self._exit_if_held_up)
             ends.callback(self._fleet.close)
-            ends.push_async_callback(self._stop_engines)
-            ends.push_async_callback(self._close_batches)
+            ends.push_async_callback(self._fleet.stop_engines)
             ends.push_async_callback(self._tasks.close)
             ends.push_async_callback(self._templates.close)
             ends.push_async_callback(self._grammars.close)
-            ends.push_async_callback(self._close_ports)
-            ends.callback(self._stopping.set)
-            if await self._unless_stopped(self._come_up()):
-                await self._unless_stopped(asyncio.Event().wait())
-            if self._batching is not None:
-                await self._tasks.end(self._batching)
-            await self._drain()
-            await self._on_disk(self._fleet.keep_learnt())
+            try:
+                if await self._unless_stopped(self._come_up(ends)):
+                    await self._unless_stopped(asyncio.Event().wait())
+                if self._batching is not None:
+                    await self._tasks.end(self._batching)
+                await self._drain()
+                await self._on_disk(self._fleet.keep_learnt())
+            finally:
+                self._stopping.set()
         if self._tasks.failure.done():
             self._tasks.failure.result()
         _say_when("stopped")
-
-    async def _close_ports(self) -> None:
-        if self._ports is not None:
-            await self._ports.close()
-
-    async def _close_batches(self) -> None:
-        if self._batches is not None:
-            await self._on_disk(self._batches.close())
-
-    async def _stop_engines(self) -> None:
-        await asyncio.gather(*(member.supervisor.stop() for member in self._fleet.members.values()))
 
     async def _on_disk(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`, but give it up if the disk hangs: nothing can interrupt the thread that waits for the disk."""
@@ -288,7 +275,8 @@ class Node:
             failure.result()
         return False
 
-    async def _come_up(self) -> None:
+    async def _come_up(self, ends: AsyncExitStack) -> None:
+        """Start the engines, and open the ports meanwhile. What is to be closed at the end is put on `ends`."""
         members = list(self._fleet.members.values())
         _say_when(f"swiftkv {__version__}: starting {', '.join(member.plan.name for member in members)}")
         for memory, choice in self._fleet.transports.items():
@@ -296,7 +284,6 @@ class Node:
         for member in members:
             for warning in small_contexts(member.config, member.plan):
                 say(warning)
-            member.client.start()
         started_s = time.monotonic()
         engines = [asyncio.create_task(self._start_engine(member, started_s)) for member in members]
         telling = asyncio.create_task(self._tell_loading(members))
@@ -305,7 +292,7 @@ class Node:
             for handle in handles:
                 if differences := handle.defaults.differences():
                     say(f"{handle.name}: sampling defaults of its generation_config.json: {differences}")
-            models = self._models = await self._serve_http(handles)
+            models = self._models = await self._serve_http(handles, ends)
             await asyncio.gather(*engines)
         finally:
             for task in (telling, *engines):
@@ -328,9 +315,7 @@ class Node:
 
     async def _start_engine(self, member: Member, started_s: float) -> None:
         plan = member.plan
-        ready = await member.supervisor.start()
-        keeping = member.supervisor.keep_running(partial(self._before_restart, plan.name))
-        self._keepers[plan.name] = self._tasks.start(keeping, f"the supervisor of {plan.name}")
+        ready = await self._fleet.start(member, self._before_restart)
         took_s = time.monotonic() - started_s
         pool = format_size(ready.pool_bytes)
         where = f" on each of {plan.tensor_parallel_size} ranks" if plan.tensor_parallel_size > 1 else ""
@@ -341,15 +326,16 @@ class Node:
         if self._models is not None:  # else clients know no model yet
             await self._models.before_restart(name)
 
-    async def _serve_http(self, handles: Sequence[ModelHandle]) -> RunningModels:
+    async def _serve_http(self, handles: Sequence[ModelHandle], ends: AsyncExitStack) -> RunningModels:
         """Open the ports. Models can be changed only after `begin` of the result has been called."""
         from swiftkv.server.app import ServerSettings
         from swiftkv.server.models import ModelTable
         from swiftkv.server.tenants import senders_by_key
 
         table = ModelTable({handle.name: handle for handle in handles})
+        batches = None
         if self._state is not None and not self._config.node.tenants:
-            self._batches = await self._open_batches(table, self._state)
+            batches = await self._open_batches(table, self._state, ends)
         node = self._config.node
         settings = ServerSettings(
             api_key=self._keys.api,
@@ -361,20 +347,19 @@ class Node:
             protect_metrics=node.protect_metrics,
             request_log=self._request_log,
             trace_sink=self._trace_sink,
-            storage=None if self._batches is None else self._batches.storage,
+            storage=None if batches is None else batches.storage,
         )
-        ports = self._ports = Ports(settings, self._metrics, self._fleet.lending, self._tasks)
+        ports = Ports(settings, self._metrics, self._fleet.lending, self._tasks)
+        ends.push_async_callback(ports.close)
         models = RunningModels(
             self._fleet,
             table,
             ports=ports,
             limits=self._limits,
-            tasks=self._tasks,
             grammars=self._grammars,
             templates=self._templates,
             metrics=self._metrics,
-            batches=self._batches,
-            keepers=self._keepers,
+            batches=batches,
             say=_say_when,
         )
         own = [handle for model, handle in zip(self._config.models, handles, strict=True) if model.endpoint is not None]
@@ -383,11 +368,17 @@ class Node:
             ports.serve_model(listening, handle)
         return models
 
-    async def _open_batches(self, table: ModelTable, state: Path) -> BatchService:
+    async def _open_batches(self, table: ModelTable, state: Path, ends: AsyncExitStack) -> BatchService:
         from swiftkv.server.batches.service import BatchService
 
         batches = await BatchService.open(state, self._config, table, self._metrics)
-        self._batching = self._tasks.start(batches.run(), "the runner of batches")
+        batching = self._batching = self._tasks.start(batches.run(), "the runner of batches")
+
+        async def close() -> None:
+            await self._tasks.end(batching)
+            await self._on_disk(batches.close())
+
+        ends.push_async_callback(close)
         return batches
 
     async def _drain(self) -> None:

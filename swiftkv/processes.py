@@ -82,14 +82,15 @@ def share_one_heap() -> None:
         mallopt(_ARENA_MAX, 1)
 
 
-def die_with_parent() -> bool:
-    """Have the kernel kill this process when the thread that started it ends. Returns whether the parent still lives.
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> bool:
+    """Have the kernel send `by` to this process when the thread that started it ends.
 
-    This works however the parent ends, and also while this process is stopped or stuck in a call.
+    Returns whether the parent still lives. This works however the parent ends; SIGKILL, also while this process is
+    stopped or stuck in a call.
     """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_SET_PDEATHSIG, by, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     return os.getppid() == parent  # it may have ended before the call, which sends no signal then
 

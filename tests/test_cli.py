@@ -279,6 +279,15 @@ def test_a_negative_seed(tmp_path: Path) -> None:
     assert "--seed" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--target-ttft", "--target-tpot"])
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0"])
+def test_a_target_that_no_request_can_have(tmp_path: Path, option: str, seconds: str) -> None:
+    result = run("simulate", tmp_path / "node.yaml", "--trace", tmp_path / "trace.jsonl", option, seconds)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{seconds} is not a number of seconds above 0" in result.stderr
+    assert option in result.stderr
+
+
 ASKING_COMMANDS = [
     ["status"],
     ["lending", "show"],

@@ -82,16 +82,19 @@ def test_a_node_that_cannot_lend_is_talked_to(tmp_path: Path) -> None:
     assert "the answer is the same as before the restart" in " ".join(out.split())
 
 
-def test_told_to_stop_it_stops_the_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_told_to_stop_it_stops_the_node(tmp_path: Path, number: signal.Signals, code: int) -> None:
     demo = start_demo(write_config(tmp_path / "node.yaml"))
     assert demo.stdout is not None
     while "up after" not in (line := demo.stdout.readline()):
         assert line or demo.poll() is None, demo.communicate()
     family = psutil.Process(demo.pid).children(recursive=True)
     assert len(family) >= 3  # the node and an engine for each model
-    demo.send_signal(signal.SIGTERM)
+    demo.send_signal(number)
     demo.communicate(timeout=TIMEOUT_S)
-    assert demo.returncode == 128 + signal.SIGTERM
+    assert demo.returncode == code
     assert not psutil.wait_procs(family, timeout=TIMEOUT_S)[1]
 
 

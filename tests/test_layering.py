@@ -13,6 +13,7 @@ import swiftkv
 PACKAGE = Path(swiftkv.__file__).parent
 
 LAYERS = [
+    {"demo_serve"},
     {"__main__"},
     {"cli"},
     {"demo"},

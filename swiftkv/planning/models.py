@@ -179,15 +179,7 @@ class SizedPlan(ModelPlan):
 
 def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelPlan:
     """Size a model by itself. Raises `ConfigError` that begins with the key below the model."""
-    try:
-        checkpoint = locate_checkpoint(model.path, config.directory, need_weights, model.revision)
-        decoder = read_config(checkpoint.directory, model.task)
-        if model.task == "embed":
-            read_embedding_recipe(checkpoint.directory, model.matryoshka_dimensions)
-        elif model.task == "score":
-            read_score_recipe(checkpoint.directory)
-    except (CheckpointError, ConfigError) as error:
-        raise ConfigError(f"path: {error}") from None
+    checkpoint, decoder = _read_checkpoint(model, config, need_weights)
     num_ranks = model.tensor_parallel_size
     groups = decoder.of_rank(num_ranks).kv_groups(model.kv_cache.block_size, model.dtype)
     memory = model.kv_cache.memory
@@ -230,6 +222,20 @@ def plan_model(model: ModelConfig, config: Config, need_weights: bool) -> ModelP
         return sized
     # The pool is the memory that the YAML gives, less a part of a block: the budget must not be larger.
     return replace(sized, budget_bytes=min(model.lending.budget.bytes_of(sized.pool_bytes), sized.pool_bytes))
+
+
+def _read_checkpoint(model: ModelConfig, config: Config, need_weights: bool) -> tuple[Checkpoint, DecoderConfig]:
+    """Locate a model's files, and read its shape. Raises `ConfigError` if they are missing or do not fit its task."""
+    try:
+        checkpoint = locate_checkpoint(model.path, config.directory, need_weights, model.revision)
+        decoder = read_config(checkpoint.directory, model.task)
+        if model.task == "embed":
+            read_embedding_recipe(checkpoint.directory, model.matryoshka_dimensions)
+        elif model.task == "score":
+            read_score_recipe(checkpoint.directory)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"path: {error}") from None
+    return checkpoint, decoder
 
 
 def _weight_bytes(model: ModelConfig, checkpoint: Checkpoint, decoder: DecoderConfig) -> int:

@@ -21,6 +21,7 @@ from swiftkv.server.node_views import ModelChange, ModelFiles, ModelFilesList, M
 from swiftkv.server.overview import Overviews
 from swiftkv.server.parameters import no_unknown_parameters
 from swiftkv.server.protocol import BudgetBody, ModelSection, StorageSection, Switch
+from swiftkv.server.sleep import SleepLevel
 from swiftkv.server.streaming import json_response
 from swiftkv.units import DURATION_PATTERN, parse_duration
 
@@ -117,7 +118,7 @@ def _sleep_router(models: ModelTable) -> APIRouter:
         """Put a model to sleep once its requests in flight have ended; others may use its memory until it is woken."""
         handle = models.get(model)
         begun_s = time.monotonic()
-        await handle.sleeper.sleep(int(level), parse_duration(timeout), now=now == "true")
+        await handle.sleeper.sleep(SleepLevel(int(level)), parse_duration(timeout), now=now == "true")
         return json_response(_change(models, model, begun_s))
 
     @router.post("/models/{model}/wake", responses=documented("ModelChange", 404, 503))
@@ -160,7 +161,8 @@ def _lending_router(models: ModelTable, lending: NodeLending) -> APIRouter:
         worker: Name, body: Annotated[BudgetBody, parsed(BudgetBody)], dry_run: DryRun = "false"
     ) -> Response:
         """Set the most that a worker lends. Memory lent beyond that is recalled before the answer comes."""
-        return json_response(await lending.set_budget(worker, body.budget, dry_run == "true"))
+        change = lending.try_budget if dry_run == "true" else lending.set_budget
+        return json_response(await change(worker, body.budget))
 
     @router.get("/pools/{model}", responses=documented("PoolView", 404, 409, 503))
     async def show_pool(model: Name) -> Response:

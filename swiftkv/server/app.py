@@ -27,6 +27,7 @@ from swiftkv.server.middleware import (
     AdminMiddleware,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
+    CutOffMiddleware,
     HostMiddleware,
     ProtectedPathsMiddleware,
 )
@@ -137,6 +138,7 @@ def _new_app(models: ModelTable, settings: ServerSettings, has_admin: bool) -> F
         app.add_middleware(HostMiddleware, allowed_hosts=settings.allowed_hosts)
     if has_admin:
         app.add_middleware(AdminMiddleware, admin_key=settings.admin_key)
+    app.add_middleware(CutOffMiddleware)
     if settings.trace_sink is not None:
         app.add_middleware(TraceMiddleware, sink=settings.trace_sink)
     app.add_middleware(RequestIdMiddleware, log=settings.request_log)  # added last, it sees a request first

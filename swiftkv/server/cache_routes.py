@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from starlette.convertors import Convertor, register_url_convertor
@@ -17,6 +18,7 @@ from swiftkv.server.cache_views import (
     CacheCleared,
     CacheOverview,
     ModelCache,
+    ModelMatch,
     PinChange,
     PinnedPrefix,
     RequestMatch,
@@ -31,6 +33,8 @@ from swiftkv.server.protocol import PinBody
 from swiftkv.server.streaming import json_response
 from swiftkv.server.token_routes import prompt_ids
 from swiftkv.units import DURATION_PATTERN, parse_duration
+
+T = TypeVar("T")
 
 _PREFIX = f"{ADMIN_PATH}/cache"
 
@@ -90,13 +94,14 @@ def _contents_router(models: ModelTable) -> APIRouter:
     async def why(request_id: RequestId) -> Response:
         """Explain why a recent request found no more of its prompt in the cache."""
 
-        async def ask(model: ModelHandle) -> Response | None:
+        async def ask(model: ModelHandle) -> ModelMatch | None:
             report = await model.client.cache.explain(request_id)
             if report is None or not report.explanations:
                 return None
-            return json_response(RequestMatch(request_id, model.name, [_match(e) for e in report.explanations]))
+            return ModelMatch(model.name, [_match(explanation) for explanation in report.explanations])
 
-        return await _first_answer(models, ask, request_id)
+        first, *others = [found async for found in _answers(models, ask, request_id)]
+        return json_response(RequestMatch(request_id, first.model, first.sequences, others))
 
     @router.post("/{model}/clear", responses=documented("CacheCleared", 404, 503))
     async def clear(model: Name) -> Response:
@@ -116,11 +121,12 @@ def _pins_router(models: ModelTable) -> APIRouter:
     async def pin(request_id: RequestId, ttl: TimeToLive = "1h") -> Response:
         """Pin what the model's pool has of a request's prompt, until it is unpinned or its time is over."""
 
-        async def ask(model: ModelHandle) -> Response | None:
+        async def ask(model: ModelHandle) -> PinChange | None:
             report = await model.client.cache.pin(request_id, parse_duration(ttl))
-            return None if report is None else json_response(_pinned(model.name, report))
+            return None if report is None else _pinned(model.name, report)
 
-        return await _first_answer(models, ask, request_id)
+        async with aclosing(_answers(models, ask, request_id)) as answers:
+            return json_response(await anext(answers))
 
     @router.post(
         "/{model}/pin",
@@ -150,21 +156,26 @@ def _pins_router(models: ModelTable) -> APIRouter:
     return router
 
 
-async def _first_answer(
-    models: ModelTable, ask: Callable[[ModelHandle], Awaitable[Response | None]], request_id: str
-) -> Response:
-    """Return the first model's answer about a request: clients may give requests to several models the same id.
+async def _answers(
+    models: ModelTable, ask: Callable[[ModelHandle], Awaitable[T | None]], request_id: str
+) -> AsyncGenerator[T, None]:
+    """Yield the models' answers about a request, one at least: several models may have had requests with this id.
 
     Raises `ApiError`: that of the first model which knows the request if none can answer, 404 if none knows it.
     """
     errors: list[ApiError] = []
+    has_answer = False
     for model in models.all():
         try:
-            if (answer := await ask(model)) is not None:
-                return answer
+            answer = await ask(model)
         except ApiError as error:
             errors.append(error)
-    raise errors[0] if errors else _unknown(request_id)
+            continue
+        if answer is not None:
+            has_answer = True
+            yield answer
+    if not has_answer:
+        raise errors[0] if errors else _unknown(request_id)
 
 
 def _pinned(model: str, report: CacheReport) -> PinChange:

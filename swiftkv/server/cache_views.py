@@ -52,10 +52,20 @@ class SequenceMatch(Struct):
     """Seconds from the eviction, if that is the reason, to the sequence's beginning."""
 
 
+class ModelMatch(Struct):
+    """The sequences that a model had of a request."""
+
+    model: str
+    sequences: list[SequenceMatch]
+
+
 class RequestMatch(Struct):
     request_id: str
     model: str
+    """The first model that had a request with this id."""
     sequences: list[SequenceMatch]
+    others: list[ModelMatch]
+    """Further models that had one: clients may give requests to several models the same id."""
 
 
 class CacheCleared(Struct):

@@ -33,6 +33,8 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 128
 MAX_TRAILER_BYTES = 8 << 10
 MAX_IGNORED_BYTES = 64 << 10
+MAX_DRAINED_BYTES = 8 << 20
+"""The most content of a body that is read after the answer, so that the client comes to read the answer."""
 _SPREAD = 0.25
 """The most by which a deadline may be exceeded, as a part of it."""
 _CHUNK_OVERHEAD_BYTES = 32
@@ -114,6 +116,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._content_bytes = 0  # content of the body in the bytes that are being parsed
         self._num_chunks = 0
         self._window_bytes = 0  # content of the body since its window began
+        self._drained_bytes = 0  # content of the body since its answer ended
 
     # The connection
 
@@ -199,7 +202,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._reading_head = False
         self._section_ended = True
-        self._field_bytes = self._raw_bytes = self._window_bytes = 0
+        self._field_bytes = self._raw_bytes = self._window_bytes = self._drained_bytes = 0
         is_spare = self._admission is Admission.SPARE
         if is_spare and without_model(self.url.partition(b"?")[0].decode("latin-1")) not in MONITORING_PATHS:
             self._limits.num_refused_connections += 1
@@ -216,6 +219,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._content_bytes += len(body)
         self._window_bytes += len(body)
+        if self._phase is _Phase.DRAIN:
+            self._drained_bytes += len(body)
+            if self._drained_bytes > MAX_DRAINED_BYTES:
+                self._close()
+                self._stop()
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -125,23 +125,51 @@ class CoordinatorClient:
             self._calls.answered(answer.request_id, answer)
 
 
-@dataclass(frozen=True)
-class LendingMember:
-    """One model of the node. `why_not_lend` completes "model 'x' …", and is `None` for one that can lend.
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """A model that neither lends nor borrows. `why_not_lend` completes "model 'x' …"."""
 
-    `remember_budget` sets the budget in bytes that holds while the engine is awake and after it is started again;
-    `budget_bytes` returns it.
-    """
+    why_not_lend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Borrower:
+    """A model that borrows, and cannot lend. `why_not_lend` completes "model 'x' …"."""
+
+    coordinator: CoordinatorClient
+    why_not_lend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """A model that lends up to a budget, which holds while its engine is awake and after it is started again."""
+
+    coordinator: CoordinatorClient
+    block_bytes: int
+    budget_bytes: Callable[[], int]
+    """Returns the budget in bytes."""
+    remember_budget: Callable[[int], None]
+    """Sets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LendingMember:
+    """One model of the node, and its part in lending."""
 
     name: str
     role: str
     pool_bytes: int
-    block_bytes: int
-    why_not_lend: str | None
     engine: EngineClient
-    coordinator: CoordinatorClient | None  # `None`: it has no part in lending
-    remember_budget: Callable[[int], None]
-    budget_bytes: Callable[[], int]
+    part: Lender | Borrower | Outsider
+
+    @property
+    def coordinator(self) -> CoordinatorClient | None:
+        """The coordinator of the model, if it lends or borrows."""
+        return None if isinstance(self.part, Outsider) else self.part.coordinator
+
+    def budget_in(self, state: LendingState) -> int | None:
+        """Return the budget in a state of the model's leases, if the model can have a budget."""
+        return state.budget_bytes if isinstance(self.part, Lender) else None
 
 
 class NodeLending:
@@ -158,52 +186,48 @@ class NodeLending:
     def remove(self, name: str) -> None:
         del self._members[name]
 
-    def close(self) -> None:
-        for member in self._members.values():
-            if member.coordinator is not None:
-                member.coordinator.close()
-
     async def overview(self) -> LendingOverview:
         """Return the lending of every model; one that does not answer in time has an `error`."""
         models = await asyncio.gather(*(self._model_lending(member) for member in self._members.values()))
         return LendingOverview(self._enabled, self._transport, models)
 
-    async def set_budget(self, name: str, budget: Budget, dry_run: bool) -> BudgetChange:
+    async def set_budget(self, name: str, budget: Budget) -> BudgetChange:
         """Set the budget of model `name`, and wait until the extents that it lends beyond that are home.
 
         Raises `ApiError`: 404 for no such model, 409 for one that cannot lend, 400 for an impossible budget, 503 if it
         does not answer.
         """
+        lender, budget_bytes = self._lender_for(name, budget)
+        lender.remember_budget(budget_bytes)  # at once: it holds when the engine reads it, and recalls may take long
+        answer = await lender.coordinator.set_budget(budget_bytes, dry_run=False)
+        if answer.refused is not None:
+            lender.remember_budget(answer.budget_bytes)
+            raise _refused(name, answer.refused)
+        budget_words, recalled = format_size(answer.budget_bytes), format_size(answer.recalled_bytes)
+        logger.info("%s: lends up to %s now; %s came back in %.3f s", name, budget_words, recalled, answer.took_s)
+        return _change(name, answer, dry_run=False)
+
+    async def try_budget(self, name: str, budget: Budget) -> BudgetChange:
+        """Return the change that `set_budget` would make, and make none. Raises `ApiError` as `set_budget` does."""
+        lender, budget_bytes = self._lender_for(name, budget)
+        answer = await lender.coordinator.set_budget(budget_bytes, dry_run=True)
+        if answer.refused is not None:
+            raise _refused(name, answer.refused)
+        return _change(name, answer, dry_run=True)
+
+    def _lender_for(self, name: str, budget: Budget) -> tuple[Lender, int]:
+        """Return a model that can be given a budget now, and the budget in bytes. Raises `ApiError` as `set_budget`."""
         member = self._member(name)
-        if member.why_not_lend is not None or member.coordinator is None:
-            raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="worker", code="cannot_lend")
+        lender = member.part
+        if not isinstance(lender, Lender):
+            raise ApiError(409, f"model '{name}' {lender.why_not_lend}", param="worker", code="cannot_lend")
         budget_bytes = budget.bytes_of(member.pool_bytes)
         # kv_cache.memory, which users know, may exceed the pool by less than a block.
-        if budget_bytes >= member.pool_bytes + member.block_bytes:
+        if budget_bytes >= member.pool_bytes + lender.block_bytes:
             pool = format_size(member.pool_bytes)
             raise ApiError(400, f"{budget} is more than the pool of '{name}', {pool}; 100% is the most", param="budget")
         _check_there(member)
-        budget_bytes = min(budget_bytes, member.pool_bytes)
-        if not dry_run:  # at once: the budget holds when the engine reads it; recalls may take long
-            member.remember_budget(budget_bytes)
-        answer = await member.coordinator.set_budget(budget_bytes, dry_run)
-        if answer.refused is not None:
-            if not dry_run:
-                member.remember_budget(answer.budget_bytes)
-            raise ApiError(
-                400, f"model '{name}' refuses the budget: {answer.refused}", param="budget", code="budget_refused"
-            )
-        if not dry_run:
-            budget_words, recalled = format_size(answer.budget_bytes), format_size(answer.recalled_bytes)
-            logger.info("%s: lends up to %s now; %s came back in %.3f s", name, budget_words, recalled, answer.took_s)
-        return BudgetChange(
-            name,
-            dry_run,
-            budget_bytes=answer.budget_bytes,
-            lent_bytes=answer.lent_bytes,
-            recalled_bytes=answer.recalled_bytes,
-            took_s=answer.took_s,
-        )
+        return lender, min(budget_bytes, member.pool_bytes)
 
     async def pool(self, name: str) -> PoolView:
         """Return a model's pool, extent by extent.
@@ -211,14 +235,14 @@ class NodeLending:
         Raises `ApiError`: 404 for no such model, 409 for one that has no part in lending, 503 for no answer.
         """
         member = self._member(name)
-        if member.coordinator is None:
-            raise ApiError(409, f"model '{name}' {member.why_not_lend}", param="model", code="cannot_lend")
+        if isinstance(member.part, Outsider):
+            raise ApiError(409, f"model '{name}' {member.part.why_not_lend}", param="model", code="cannot_lend")
         _check_there(member)
-        state = await member.coordinator.show(with_extents=True)
+        state = await member.part.coordinator.show(with_extents=True)
         return PoolView(
             model=name,
             pool_bytes=state.pool_bytes,
-            budget_bytes=None if member.why_not_lend else state.budget_bytes,
+            budget_bytes=member.budget_in(state),
             groups=state.groups,
             lends=[_extents(link, name, lends=True) for link in state.lends],
             borrows=[_extents(link, name, lends=False) for link in state.borrows],
@@ -226,22 +250,16 @@ class NodeLending:
 
     async def lend_all(self, name: str) -> None:
         """Let a model lend its whole pool, until its engine is started again or another budget is set."""
-        await self._lend_up_to(name, lambda member: member.pool_bytes)
+        member = self._member(name)
+        await _lend_up_to(member, lambda lender: member.pool_bytes)
 
     async def lend_as_before(self, name: str) -> None:
         """Let a model lend what its budget allows; wait until extents beyond that are home, if its borrowers answer."""
-        await self._lend_up_to(name, lambda member: member.budget_bytes())
+        await _lend_up_to(self._member(name), lambda lender: lender.budget_bytes())
 
     async def recall_all(self, name: str) -> None:
         """Recall all that a model lends; wait until it is home, if its borrowers answer."""
-        await self._lend_up_to(name, lambda member: 0)
-
-    async def _lend_up_to(self, name: str, budget_bytes: Callable[[LendingMember], int]) -> None:
-        """Set how much a model lends, if it lends at all: others have no budget."""
-        member = self._member(name)
-        if member.why_not_lend is None and member.coordinator is not None and member.engine.engine is not None:
-            with suppress(ApiError):
-                await member.coordinator.set_budget(budget_bytes(member), dry_run=False)
+        await _lend_up_to(self._member(name), lambda lender: 0)
 
     async def observe(self, metrics: LendingMetrics, only_model: str | None) -> None:
         """Ask the coordinators of all models, or of one, for the figures of `metrics`; silent ones are left out."""
@@ -265,7 +283,7 @@ class NodeLending:
             state=str(member.engine.state),
             error=error,
             pool_bytes=member.pool_bytes,
-            budget_bytes=state.budget_bytes if state and member.why_not_lend is None else None,
+            budget_bytes=member.budget_in(state) if state else None,
             lent_bytes=sum(link.num_bytes for link in lends) if state else None,
             borrowed_bytes=sum(link.num_bytes for link in borrows) if state else None,
             borrowed_blocks=_borrowed_blocks(state.groups) if state else None,
@@ -280,6 +298,28 @@ class NodeLending:
             known = ", ".join(self._members)
             raise ApiError(404, f"no model '{name}'; this node has: {known}", param="model", code="model_not_found")
         return self._members[name]
+
+
+async def _lend_up_to(member: LendingMember, budget_bytes: Callable[[Lender], int]) -> None:
+    """Set how much a model lends, if it can lend and has a process; its remembered budget stays."""
+    if isinstance(member.part, Lender) and member.engine.engine is not None:
+        with suppress(ApiError):
+            await member.part.coordinator.set_budget(budget_bytes(member.part), dry_run=False)
+
+
+def _refused(name: str, why: str) -> ApiError:
+    return ApiError(400, f"model '{name}' refuses the budget: {why}", param="budget", code="budget_refused")
+
+
+def _change(name: str, answer: BudgetSet, *, dry_run: bool) -> BudgetChange:
+    return BudgetChange(
+        name,
+        dry_run,
+        budget_bytes=answer.budget_bytes,
+        lent_bytes=answer.lent_bytes,
+        recalled_bytes=answer.recalled_bytes,
+        took_s=answer.took_s,
+    )
 
 
 def _check_there(member: LendingMember) -> None:

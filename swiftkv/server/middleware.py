@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Collection, Mapping, Sequence
@@ -124,6 +125,31 @@ class AdminMiddleware:
             "key in the variable of node.admin_key_env, or else the one in the file that the node named when it started"
         )
         await ApiError(401, text, code="invalid_admin_key").response()(scope, receive, send)
+
+
+class CutOffMiddleware:
+    """Answers requests that still run when their port closes, and are cancelled for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noting_send(event: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(event)
+
+        try:
+            await self.app(scope, receive, noting_send)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # a mistake of the route, not the end of the port
+                raise
+            if not has_begun:  # else the connection ends within the answer
+                text = "the server stopped before the answer was ready; what was asked for may have happened"
+                await ApiError(503, text, code="server_stopped").response(scope["path"])(scope, receive, send)
 
 
 class HostMiddleware:

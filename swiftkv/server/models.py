@@ -95,10 +95,8 @@ class ModelHandle:
     """The node's renderer of chat templates that requests bring; `None`: they may bring none."""
     auto_wake: bool = False
     """Whether a request wakes the model, if it is asleep."""
-    embedding: EmbeddingRecipe | None = None
-    """The recipe of the model's embeddings, if that is its task."""
-    scoring: ScoreTemplate | None = None
-    """The text that asks the model for a score, if that is its task."""
+    pooling: EmbeddingRecipe | ScoreTemplate | None = None
+    """How the model makes embeddings, or is asked for scores, if either is its task; `None`: it generates text."""
     targets: Targets = NO_TARGETS
     """The targets of requests that name none; those that would miss them are refused."""
 
@@ -125,9 +123,13 @@ class ModelHandle:
 
     @property
     def task(self) -> Task:
-        if self.embedding is not None:
-            return "embed"
-        return "generate" if self.scoring is None else "score"
+        match self.pooling:
+            case None:
+                return "generate"
+            case EmbeddingRecipe():
+                return "embed"
+            case ScoreTemplate():
+                return "score"
 
     def check_task(self, *tasks: Task) -> None:
         """Raise `ApiError` 400 unless the model's task is one of these."""

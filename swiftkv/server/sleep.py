@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from enum import IntEnum
 
 from swiftkv.errors import ConfigError
 from swiftkv.server.client import EngineClient
@@ -14,12 +15,17 @@ from swiftkv.server.lending import NodeLending
 _BUSY_RETRY_S = 1.0
 
 
-class Sleeper:
-    """The sleep of one model.
+class SleepLevel(IntEnum):
+    """The levels of a model's sleep, numbered as clients name them."""
 
-    At level 1 the engine gives up its weights, and its process goes on: it keeps its pool, all of which it may lend,
-    and what it has borrowed itself. At level 2 what it lends is recalled, and the process ends.
-    """
+    WITHOUT_WEIGHTS = 1
+    """The engine keeps its process, its pool, all of which it may lend, and what it has borrowed itself."""
+    WITHOUT_PROCESS = 2
+    """All that it lends is recalled, and its process ends."""
+
+
+class Sleeper:
+    """The sleep of one model."""
 
     def __init__(
         self,
@@ -31,8 +37,9 @@ class Sleeper:
         check_room: Callable[[], None] = lambda: None,
         can_stay: bool = True,
     ) -> None:
-        """`end_engine` ends the process, and returns when it is gone. `can_stay`: whether level 1 is possible.
+        """`end_engine` ends the process, and returns when it is gone.
 
+        `can_stay`: whether the process can go on while the model sleeps.
         `give_way_s` returns how long the loading of the model, when it wakes, gives way to the work of others.
         `check_room` raises `ConfigError` if there is no memory for it beside what the others hold.
         """
@@ -47,31 +54,31 @@ class Sleeper:
         self._restoring: asyncio.Task[None] | None = None
         self._num_waiting = 0  # requests
 
-    async def sleep(self, level: int, timeout_s: float, *, now: bool = False) -> None:
+    async def sleep(self, level: SleepLevel, timeout_s: float, *, now: bool = False) -> None:
         """Put the model to sleep, once requests in flight have ended.
 
-        If they have not within `timeout_s`, the model stays awake; with `now` they are aborted at once. A model that
-        sleeps at level 1 may be put to sleep at level 2; otherwise a model that sleeps stays as it is.
+        If they have not within `timeout_s`, the model stays awake; with `now` they are aborted at once. The process
+        of a model that sleeps can still be ended; otherwise a model that sleeps stays as it is.
 
         Raises:
             ApiError: 409 for a model that takes no requests, is just falling asleep or waking, or has requests in
                 flight for too long; 400 for a level that it does not have.
         """
         name, status = self._client.name, self._client.status
-        if level == 1 and not self._can_stay:
+        if level is SleepLevel.WITHOUT_WEIGHTS and not self._can_stay:
             raise ApiError(400, f"model '{name}' has several ranks, and sleeps at level 2 only", param="level")
         if self._changing.locked():
             raise self._refused(f"is {status.state}; try again later", retry_after_s=_BUSY_RETRY_S)
         async with self._changing:
             if status.state is EngineState.ASLEEP:
-                if level == 2:
+                if level is SleepLevel.WITHOUT_PROCESS:
                     await self._end()
                 return
             if not status.go_to_sleep():
                 raise self._refused(f"is {status.state}; only a model that serves can be put to sleep")
             try:
                 await self._empty(timeout_s, now)
-                if level == 1:
+                if level is SleepLevel.WITHOUT_WEIGHTS:
                     self._client.sleep_engine()
                 else:
                     await self._end()
@@ -79,7 +86,7 @@ class Sleeper:
                 status.stay_awake()
                 raise
             await status.until_not(EngineState.SLEEPING)
-            if level == 1:
+            if level is SleepLevel.WITHOUT_WEIGHTS:
                 await self._lending.lend_all(name)
 
     async def wake(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from swiftkv.server.errors import ApiError
 
 _TTFT_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")  # llm-d's name, and its older one
 _TPOT_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
+_NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,7 @@ def _seconds(headers: Mapping[str, str], names: tuple[str, ...]) -> float | None
 
 
 def _milliseconds(name: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < number < math.inf:
         raise ApiError(400, f"header {name}: {text[:40]!r} is not a number of milliseconds above 0", param=name)
     return number

@@ -35,7 +35,7 @@ from swiftkv.server.batches.store import Store
 from swiftkv.server.client import EngineClient
 from swiftkv.server.errors import ApiError
 from swiftkv.server.http_protocol import http_config
-from swiftkv.server.lending import CoordinatorClient, LendingMember, NodeLending
+from swiftkv.server.lending import Borrower, CoordinatorClient, Lender, LendingMember, NodeLending, Outsider
 from swiftkv.server.models import ClientPolicy, ModelTable
 from swiftkv.server.sleep import Sleeper
 from swiftkv.server.storage_changes import StorageChanges
@@ -252,7 +252,7 @@ def start_gateway(
     serving: list[asyncio.Task[None]] = []
     receiving: list[asyncio.Task[NoReturn]] = []
     running: list[tuple[Storage, asyncio.Task[NoReturn]]] = []
-    lendings: list[NodeLending] = []
+    coordinators: list[CoordinatorClient] = []
     resting: list[asyncio.Task[None]] = []
     budgets: dict[str, list[int]] = {"chat": [], "code": []}
 
@@ -268,23 +268,22 @@ def start_gateway(
             coordinator = CoordinatorClient(name, f"ipc://{directory}/{name}.leases") if lending else None
             if coordinator is not None:
                 receiving.append(loop.create_task(coordinator.receive()))
-            role, why_not = ("master", "is a master") if name == "chat" else ("worker", None)
-            why_not = why_not if lending else "lends and borrows nothing: node.lending is off"
-            members.append(
-                LendingMember(
-                    name,
-                    role,
-                    POOL_BYTES,
-                    BLOCK_BYTES,
-                    why_not,
-                    client,
-                    coordinator,
-                    budgets[name].append,
-                    lambda name=name: [FIRST_BUDGET_BYTES, *budgets[name]][-1],
+            role = "master" if name == "chat" else "worker"
+            part: Lender | Borrower | Outsider = Outsider("lends and borrows nothing: node.lending is off")
+            if coordinator is not None:
+                coordinators.append(coordinator)
+                part = (
+                    Borrower(coordinator, "is a master")
+                    if name == "chat"
+                    else Lender(
+                        coordinator,
+                        BLOCK_BYTES,
+                        lambda name=name: [FIRST_BUDGET_BYTES, *budgets[name]][-1],
+                        budgets[name].append,
+                    )
                 )
-            )
+            members.append(LendingMember(name, role, POOL_BYTES, client, part))
         node_lending = NodeLending(members, lending, "shm")
-        lendings.append(node_lending)
         engines = {
             name: EchoProcess(client, step_ms, max_model_len, f"ipc://{directory}/{name}.leases")
             for name, client in clients.items()
@@ -358,8 +357,8 @@ def start_gateway(
         await asyncio.gather(*receiving, *resting, return_exceptions=True)
         for storage, _ in running:
             await storage.close()
-        for node_lending in lendings:
-            node_lending.close()
+        for coordinator in coordinators:
+            coordinator.close()
         for client in gateway.clients.values():
             client.close()
 

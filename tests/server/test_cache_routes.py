@@ -65,6 +65,15 @@ def test_why_a_request_found_no_more(own_gateway: Gateway) -> None:
     assert json.loads(run(own_gateway, "why", "first", "--json").stdout) == first
 
 
+def test_every_model_that_knows_the_id_explains_its_request(own_gateway: Gateway) -> None:
+    complete(own_gateway, "of-both", "code")
+    complete(own_gateway, "of-both", "chat")
+    found = json.loads(run(own_gateway, "why", "of-both", "--json").stdout)
+    assert [found["model"], *(other["model"] for other in found["others"])] == ["chat", "code"]
+    shown = run(own_gateway, "why", "of-both").stdout
+    assert [line.partition(":")[0] for line in shown.splitlines()] == ["chat", "code"]
+
+
 def test_an_id_may_have_slashes(own_gateway: Gateway) -> None:
     name = "team/job?7"
     complete(own_gateway, name, model="code")

@@ -28,7 +28,7 @@ LONG = list(range(3, 100))
 
 @pytest.fixture(scope="module")
 def embedding_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
-    gateway, stop = start_gateway(tmp_path_factory.mktemp("embed"), tokenizer, embedding=RECIPE)
+    gateway, stop = start_gateway(tmp_path_factory.mktemp("embed"), tokenizer, pooling=RECIPE)
     yield gateway
     stop()
 
@@ -203,7 +203,7 @@ def test_a_model_of_its_own_port_need_not_be_named(embedding_gateway: Gateway) -
 
 
 def test_cached_tokens_may_be_kept_secret(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE, policy=ClientPolicy("salted"))
+    gateway, stop = start_gateway(tmp_path, tokenizer, pooling=RECIPE, policy=ClientPolicy("salted"))
     try:
         plain, salted = (post(gateway, input="a", **more).json()["usage"] for more in ({}, {"cache_salt": "mine"}))
     finally:
@@ -214,7 +214,7 @@ def test_cached_tokens_may_be_kept_secret(tmp_path: Path, tokenizer: Tokenizer) 
 
 def test_a_request_wakes_a_model_that_is_asleep(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """`chat` wakes for requests, `code` does not; one of another task wakes nobody."""
-    gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE)
+    gateway, stop = start_gateway(tmp_path, tokenizer, pooling=RECIPE)
     try:
         with gateway.admin() as admin:
             for name in ("chat", "code"):
@@ -234,7 +234,7 @@ def test_a_request_wakes_a_model_that_is_asleep(tmp_path: Path, tokenizer: Token
 
 
 def test_a_request_does_not_go_on_with_other_weights(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE)
+    gateway, stop = start_gateway(tmp_path, tokenizer, pooling=RECIPE)
     client = gateway.clients["chat"]
     try:
         with ThreadPoolExecutor(1) as clients:
@@ -249,7 +249,7 @@ def test_a_request_does_not_go_on_with_other_weights(tmp_path: Path, tokenizer: 
 
 
 def test_nothing_is_left_of_a_client_that_hangs_up(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    gateway, stop = start_gateway(tmp_path, tokenizer, embedding=RECIPE)
+    gateway, stop = start_gateway(tmp_path, tokenizer, pooling=RECIPE)
     client = gateway.clients["chat"]
     try:
         with gateway.engines["chat"].standing_still():

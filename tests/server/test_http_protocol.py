@@ -10,7 +10,13 @@ from dataclasses import replace
 import pytest
 from protocol_server import GET, LINE, PATIENCE_S, PATIENT, SOON, after, ask, serving
 
-from swiftkv.server.http_protocol import MAX_FIELDS, MAX_HEAD_BYTES, MAX_IGNORED_BYTES, MAX_TRAILER_BYTES
+from swiftkv.server.http_protocol import (
+    MAX_DRAINED_BYTES,
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    MAX_IGNORED_BYTES,
+    MAX_TRAILER_BYTES,
+)
 from swiftkv.server.limits import Deadlines
 
 CHUNKED = LINE + b"transfer-encoding: chunked\r\n\r\n"
@@ -137,6 +143,24 @@ def test_every_wait_for_a_client_has_an_end(deadlines: Deadlines, parts: list[by
             return said
 
     assert re.findall(rb"HTTP/1\.1 (\d+)", asyncio.run(run())) == answers
+
+
+def refused_body(num_bytes: int) -> bytes:
+    return b"POST /refuse HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % num_bytes
+
+
+def test_the_rest_of_a_refused_body_is_read_up_to_a_limit() -> None:
+    async def run() -> None:
+        async with serving() as server:
+            reader, writer = await server.connect()
+            writer.write(refused_body(MAX_DRAINED_BYTES) + bytes(MAX_DRAINED_BYTES) + GET)
+            answers = await asyncio.wait_for(reader.readuntil(b"00000000"), PATIENCE_S)
+            assert answers.count(b"HTTP/1.1 401") == answers.count(b"HTTP/1.1 200") == 1
+            writer.close()
+            said = await server.exchange([refused_body(1 << 40), *[bytes(1 << 20)] * (2 * MAX_DRAINED_BYTES >> 20)])
+            assert said.startswith(b"HTTP/1.1 401")
+
+    asyncio.run(run())
 
 
 def test_a_body_that_keeps_coming_may_take_longer_than_a_window() -> None:

@@ -36,14 +36,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> ScoreTemplate:
 def scoring_gateway(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, template: ScoreTemplate
 ) -> Iterator[Gateway]:
-    gateway, stop = start_gateway(tmp_path_factory.mktemp("score"), tokenizer, scoring=template)
+    gateway, stop = start_gateway(tmp_path_factory.mktemp("score"), tokenizer, pooling=template)
     yield gateway
     stop()
 
 
 @pytest.fixture(scope="module")
 def comparing_gateway(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[Gateway]:
-    gateway, stop = start_gateway(tmp_path_factory.mktemp("embed"), tokenizer, embedding=EmbeddingRecipe(4))
+    gateway, stop = start_gateway(tmp_path_factory.mktemp("embed"), tokenizer, pooling=EmbeddingRecipe(4))
     yield gateway
     stop()
 

@@ -20,7 +20,7 @@ from swiftkv.cli import app
 from swiftkv.errors import ConfigError
 from swiftkv.server.engine_state import EngineState
 from swiftkv.server.errors import ApiError
-from swiftkv.server.lending import LendingMember, NodeLending
+from swiftkv.server.lending import LendingMember, NodeLending, Outsider
 from swiftkv.server.load_meter import LoadMeter
 from swiftkv.server.node_views import Loading
 from swiftkv.server.sleep import Sleeper
@@ -286,13 +286,7 @@ def test_a_model_that_is_down_cannot_be_put_to_sleep(own_gateway: Gateway) -> No
 
 
 def test_a_model_without_lending_is_asked_for_no_budget(own_gateway: Gateway) -> None:
-    """Supervisors know none, and say so with an error."""
-
-    def budget_bytes() -> int:
-        raise AssertionError("it does not lend")
-
-    client = own_gateway.clients["code"]
-    member = LendingMember("code", "worker", 0, 0, "has no part in lending", client, None, set().add, budget_bytes)
+    member = LendingMember("code", "worker", 0, own_gateway.clients["code"], Outsider("has no part in lending"))
     lending = NodeLending([member], True, "shm")
     for change in (lending.lend_all, lending.lend_as_before, lending.recall_all):
         asyncio.run(change("code"))

@@ -24,7 +24,7 @@ def test_when_the_first_token_is_wanted(headers: dict[str, str], expected_s: flo
     assert target_ttft_s(headers) == expected_s
 
 
-@pytest.mark.parametrize("text", ["-1", "0", "soon", "", "nan", "inf"])
+@pytest.mark.parametrize("text", ["-1", "0", "soon", "", "nan", "inf", "1_000", "1e3", "+5", " 5", "9" * 400])
 def test_a_target_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ApiError, match=r"header x-slo-ttft-ms: .* is not a number of milliseconds above 0") as caught:
         target_ttft_s({"x-slo-ttft-ms": text})

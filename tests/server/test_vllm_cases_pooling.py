@@ -38,7 +38,7 @@ def serving(directory: Path, tokenizer: Tokenizer, **models: Any) -> Iterator[ht
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Iterator[httpx.Client]:
     recipe = EmbeddingRecipe(4, dimensions=(2,))
-    with serving(tmp_path_factory.mktemp("embed"), tokenizer, embedding=recipe) as client:
+    with serving(tmp_path_factory.mktemp("embed"), tokenizer, pooling=recipe) as client:
         yield client
 
 
@@ -47,7 +47,7 @@ def scorer(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> It
     directory = tmp_path_factory.mktemp("reranker")
     make_reranker_tokenizer().save_pretrained(directory)
     template = ScoreTemplate(Tokenizer.from_pretrained(directory), ScoreRecipe())
-    with serving(tmp_path_factory.mktemp("score"), tokenizer, scoring=template) as client:
+    with serving(tmp_path_factory.mktemp("score"), tokenizer, pooling=template) as client:
         yield client
 
 

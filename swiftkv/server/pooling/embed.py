@@ -41,8 +41,8 @@ async def embed(model: ModelHandle, body: EmbeddingBody, num_bytes: int, record:
 
 def recipe_of(model: ModelHandle) -> EmbeddingRecipe:
     """Return the recipe of a model whose task is to embed."""
-    assert model.embedding is not None
-    return model.embedding
+    assert isinstance(model.pooling, EmbeddingRecipe)
+    return model.pooling
 
 
 def text_prompts(

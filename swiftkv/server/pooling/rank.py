@@ -19,6 +19,7 @@ from swiftkv.server.pooling.bodies import RerankBody, ScoreBody, ScoringBody, Si
 from swiftkv.server.pooling.embed import HIDDEN_STATE, pooled_truncation, recipe_of, text_prompts
 from swiftkv.server.pooling.objects import PooledUsage, RankedDocument, RankedText, Ranking, Score, ScoreList
 from swiftkv.server.pooling.pool import pool, unit_length
+from swiftkv.server.pooling.template import ScoreTemplate
 from swiftkv.server.price import check_pooled, check_text_lengths
 from swiftkv.server.request_log import RequestRecord
 from swiftkv.server.sampling import prompt_bytes
@@ -53,10 +54,11 @@ async def rerank(model: ModelHandle, body: RerankBody, num_bytes: int, record: R
 async def _scores(
     model: ModelHandle, sides: Sides, body: ScoringBody, num_bytes: int, record: RequestRecord
 ) -> tuple[Scores, PooledUsage]:
-    if model.scoring is None:
+    template = model.pooling
+    if not isinstance(template, ScoreTemplate):
         return await _cosines(model, sides, body, num_bytes, record)
-    prompts = await model.in_threads(lambda: _asked(model, sides, body), num_bytes)
-    pooled = await pool(model, prompts, model.scoring.pooling, body, record)
+    prompts = await model.in_threads(lambda: _asked(model, template, sides, body), num_bytes)
+    pooled = await pool(model, prompts, template.pooling, body, record)
     yes, no = pooled.rows.astype(np.float64).T
     return np.exp(-np.logaddexp(0.0, no - yes)), pooled.usage(model, body)  # the softmax over the two logits, at yes
 
@@ -66,15 +68,14 @@ def _pairs(sides: Sides) -> list[tuple[str, str]]:
     return list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
 
 
-def _asked(model: ModelHandle, sides: Sides, body: ScoringBody) -> list[bytes]:
-    assert model.scoring is not None
+def _asked(model: ModelHandle, template: ScoreTemplate, sides: Sides, body: ScoringBody) -> list[bytes]:
     left, right = sides
     pairs, cut = _pairs(sides), pooled_truncation(model, body)
     # The longer text is the one to blame for a pair that is too long.
     longer = [left if len(query) > len(document) else right for query, document in pairs]
     for (query, document), side in zip(pairs, longer, strict=True):
         model.tokenizer.refuse_hopeless(len(query) + len(document), model.max_model_len, side.field, cut)
-    prompts = [model.scoring.encode(*pair, instruction=body.instruction, cut=cut) for pair in pairs]
+    prompts = [template.encode(*pair, instruction=body.instruction, cut=cut) for pair in pairs]
     num_tokens = {side.field: [0] * len(side.texts) for side in sides}
     for row, (prompt, side) in enumerate(zip(prompts, longer, strict=True)):
         lengths = num_tokens[side.field]
