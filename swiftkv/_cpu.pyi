@@ -212,8 +212,18 @@ class Shares:
     """The accounts of engines that share cores, in its own table and by the caller's clock: see `shares.h`."""
 
     def __init__(self, num_cores: int) -> None: ...
-    def open(self, account: int, threads: int, weight: float, max_share: float, is_whole: bool = False) -> None:
+    def open(
+        self,
+        account: int,
+        threads: int,
+        weight: float,
+        max_share: float,
+        is_whole: bool = False,
+        unasked_ns: int = 0,
+    ) -> None:
         """Open the account of an engine; if `is_whole`, it computes on all of its threads at once or on none.
+
+        It computes for up to `unasked_ns` before it asks again, so its debt may be as large.
 
         Raises `ValueError` for a share that makes no sense.
         """

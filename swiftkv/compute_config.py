@@ -1,4 +1,4 @@
-"""The `compute` section of the YAML file: how much of the cores a model may take from the others."""
+"""The `compute` section of the YAML file: how much of the cores, or of its GPU, a model may take from the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _read_part(value: object) -> float:
 
 
 class ComputeConfig(Section):
-    """The share of the cores that a model gets while others want them, too, and the most that it takes at any time."""
+    """The share of the cores, or of a GPU, that a model gets while others want them, too, and the most that it takes."""
 
     weight: Annotated[int, Field(ge=1, le=100)] = Field(1, description=_WEIGHT)
     max_share: Annotated[float, PlainValidator(_read_part)] = Field(1.0, description=_PART)

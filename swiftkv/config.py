@@ -108,10 +108,10 @@ class Config(Section):
             yield (
                 "matryoshka_dimensions: only a model with task: embed has embeddings; write task: embed, or drop this"
             )
-        if model.device != "cpu" and model.compute is not None and "compute" in model.model_fields_set:
+        if model.device != "cpu" and model.tensor_parallel_size > 1 and model.share is not None:
             yield (
-                f"compute: a model on a GPU ({model.device}) does not compute on the cores; drop this, or write "
-                "device: cpu"
+                f"compute: a model on several GPUs (tensor_parallel_size {model.tensor_parallel_size}) takes no turns "
+                "on them in this version; drop this, or write tensor_parallel_size: 1"
             )
         yield from self._mistakes_about_memory(model)
         yield from (f"tiers.{mistake}" for mistake in self._mistakes_about_tiers(model))

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -87,8 +87,8 @@ class Fleet:
         self._say = say
         self._learnt = LearntStepTimes(state)
         self._environment = engine_environment(config)
-        self._shares = ShareTable.create()
-        self._accounts: dict[str, int] = {}  # in that table, by model
+        self._shares: dict[str, ShareTable] = {}  # by device: of the cores, and of each GPU
+        self._accounts: dict[str, int] = {}  # in these tables, by model
         self._host_tiers = HostTiers()
         self._numbers = {plan.name: number for number, plan in enumerate(plans)}
         kinds = sorted({choice.kind for choice in self.transports.values()})
@@ -181,7 +181,7 @@ class Fleet:
         self.config = self.config.without_model(name)
         self.lending.remove(name)
         if name in self._accounts:
-            self._shares.give_back(self._accounts.pop(name))
+            self._shares[member.config.device].give_back(self._accounts.pop(name))
         self._link()
         if member.coordinator is not None:
             member.coordinator.close()
@@ -215,7 +215,8 @@ class Fleet:
         """Close every socket; call after the supervisors have stopped."""
         for name in list(self.members):
             self._forget(name)
-        self._shares.close()
+        for table in self._shares.values():
+            table.close()
 
     def _make(self, model: ModelConfig, plan: ModelPlan, engine: EngineConfig) -> Member:
         metrics = self._metrics.for_model(plan.name)
@@ -268,14 +269,21 @@ class Fleet:
         return member
 
     def _share_of(self, model: ModelConfig) -> ShareSpec | None:
-        """Return a new account for a model that shares the cores with others, `None` for any other.
+        """Return a new account for a model that shares the cores or a GPU with others, `None` for any other.
 
-        If there are more models than accounts, the operating system schedules the last ones.
+        If there are more models than accounts, the last ones wait for no other.
         """
-        if model.core_share is None or (account := self._shares.take_account()) is None:
+        share = model.share
+        if share is None:
+            return None
+        if model.device not in self._shares:
+            self._shares[model.device] = ShareTable.create()
+        table = self._shares[model.device]
+        if (account := table.take_account()) is None:
             return None
         self._accounts[model.name] = account
-        return ShareSpec("cores", self._shares.fd, account, model.core_share.weight, model.core_share.max_share)
+        resource: Literal["cores", "gpu"] = "cores" if model.device == "cpu" else "gpu"
+        return ShareSpec(resource, table.fd, account, share.weight, share.max_share)
 
     def _link(self) -> None:
         """Tell each supervisor which engines its own engine may have to wait for."""

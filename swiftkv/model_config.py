@@ -209,9 +209,9 @@ class ModelConfig(Section):
         return _CPU_STEP_LIMIT_S if is_usual else self.target_tpot
 
     @property
-    def core_share(self) -> ComputeConfig | None:
-        """The model's share of the cores; `None` if the operating system divides them, or on a GPU."""
-        return self.compute if self.device == "cpu" else None
+    def share(self) -> ComputeConfig | None:
+        """The model's share of the cores, or of its GPU if the file has one; `None` if the model waits for no other."""
+        return self.compute if self.device == "cpu" or "compute" in self.model_fields_set else None
 
     @property
     def due_s(self) -> float:

@@ -1,7 +1,7 @@
-"""The node's table in which its engines keep the accounts of the core time that they share.
+"""The tables in which a node's engines keep the accounts of the time that they share: of the cores, and of each GPU.
 
-Only engines read and write it (`cpp_ext/cpu/shares.h`). The node makes it and gives each engine an account; when an
-engine dies, the node need not do anything.
+Only engines read and write it (`cpp_ext/cpu/shares.h`). The node makes them and gives each engine an account;
+when an engine dies, the node need not do anything.
 """
 
 from __future__ import annotations

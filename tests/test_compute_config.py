@@ -28,9 +28,14 @@ def model(**options: Any) -> ModelConfig:
         ({"compute": {"nice": 2}}, "models[0].compute.nice: unknown key; the keys here are weight, max_share"),
         ({"compute": "half"}, "models[0].compute: 'half' is not off or a mapping"),
         (
-            {"compute": {"weight": 2}, "device": "cuda:0", "kv_cache": {"memory": "1GiB"}},
-            "models[0].compute: a model on a GPU (cuda:0) does not compute on the cores; drop this, or write device: "
-            "cpu",
+            {
+                "compute": {"weight": 2},
+                "device": "cuda:0",
+                "kv_cache": {"memory": "1GiB"},
+                "tensor_parallel_size": 2,
+            },
+            "models[0].compute: a model on several GPUs (tensor_parallel_size 2) takes no turns on them in this "
+            "version; drop this, or write tensor_parallel_size: 1",
         ),
     ],
 )
@@ -40,13 +45,25 @@ def test_a_mistake_is_named(options: dict[str, Any], mistake: str) -> None:
     assert mistake in str(caught.value)
 
 
-def test_models_on_the_cores_share_them_alike_unless_they_say_otherwise() -> None:
+def test_models_on_the_cores_share_them_alike_unless_they_say_otherwise_and_those_on_gpus_if_they_say_so() -> None:
     models = [
         {"name": "chat", "path": "somewhere"},
         {"name": "code", "path": "somewhere", "compute": "off"},
         {"name": "draw", "path": "somewhere", "device": "cuda:0", "kv_cache": {"memory": "1GiB"}},
+        {
+            "name": "read",
+            "path": "somewhere",
+            "device": "cuda:0",
+            "kv_cache": {"memory": "1GiB"},
+            "compute": {"weight": 2},
+        },
     ]
-    assert [of.core_share for of in parse_config({"models": models}).models] == [ComputeConfig(), None, None]
+    assert [of.share for of in parse_config({"models": models}).models] == [
+        ComputeConfig(),
+        None,
+        None,
+        ComputeConfig(weight=2),
+    ]
 
 
 def test_what_is_written_is_read() -> None:

@@ -96,6 +96,7 @@ ShareAccount::ShareAccount(ShareTable& table, int number, const Share& share, in
       weight_(share.weight),
       num_cores_(num_cores),
       credit_ns_(static_cast<double>(kCreditNs) * num_cores / share.weight),
+      debt_ns_(static_cast<double>(std::max(kCreditNs, share.unasked_ns)) * num_cores / share.weight),
       cap_(share.max_share * num_cores),
       is_capped_(share.max_share < 1) {
     if (share.threads < 1 || num_cores < 1) throw std::invalid_argument("threads and num_cores must be at least 1");
@@ -210,7 +211,7 @@ void ShareAccount::advance_table_clock() {
 void ShareAccount::stay_near_table_clock() {
     Account& mine = account();
     const double now = table_.clock_ns;
-    const double most = now + credit_ns_ + 2 * turn_ns(mine);
+    const double most = now + debt_ns_ + 2 * turn_ns(mine);
     mine.clock_ns = std::clamp(clock_ns(), now - credit_ns_, most);
 }
 

@@ -16,10 +16,11 @@
 namespace swiftkv {
 
 struct Share {
-    int32_t threads;   // the most cores that the engine can use
-    double weight;     // above 0
-    double max_share;  // of all cores, above 0 and up to 1
-    bool is_whole;     // the engine computes on all of its cores at once or on none
+    int32_t threads;         // the most cores that the engine can use
+    double weight;           // above 0
+    double max_share;        // of all cores, above 0 and up to 1
+    bool is_whole;           // the engine computes on all of its cores at once or on none
+    int64_t unasked_ns = 0;  // the longest time for which it computes before it asks again, as on a GPU
 };
 
 // The number of cores on which an engine may compute now. If it is 0, the engine asks again after `wait_ns`, or when
@@ -118,8 +119,8 @@ class ShareAccount {
     uint64_t bit_;
     double weight_;
     int num_cores_;
-    double credit_ns_;  // on the engine's clock
-    double cap_;        // cores
+    double credit_ns_, debt_ns_;  // the most of either, on the engine's clock
+    double cap_;                  // cores
     bool is_capped_;
     double allowance_ns_ = 0;  // core time that max_share leaves at the moment; below 0 the engine waits
     int64_t allowed_at_ns_ = 0;

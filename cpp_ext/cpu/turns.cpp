@@ -125,7 +125,7 @@ void Turns::wake_others() {
 }
 
 DeviceTurns::DeviceTurns(int fd, int account, double weight, double max_share)
-    : table_(map_table(fd)), account_(*table_, account, {1, weight, max_share, true}, 1) {}
+    : table_(map_table(fd)), account_(*table_, account, {1, weight, max_share, true, kLongestWaitNs}, 1) {}
 
 DeviceTurns::~DeviceTurns() {
     rest();

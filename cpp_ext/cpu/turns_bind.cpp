@@ -17,8 +17,8 @@ class Shares {
   public:
     explicit Shares(int num_cores) : num_cores_(num_cores), table_(std::make_unique<ShareTable>()) {}
 
-    void open(int account, int threads, double weight, double max_share, bool is_whole) {
-        const Share share{threads, weight, max_share, is_whole};
+    void open(int account, int threads, double weight, double max_share, bool is_whole, int64_t unasked_ns) {
+        const Share share{threads, weight, max_share, is_whole, unasked_ns};
         auto opened = std::make_unique<ShareAccount>(*table_, account, share, num_cores_);
         accounts_[account] = std::move(opened);
     }
@@ -49,7 +49,8 @@ void bind_turns(nb::module_& m) {
     m.attr("LONGEST_WAIT_NS") = kLongestWaitNs;
     nb::class_<Shares>(m, "Shares")
         .def(nb::init<int>(), "num_cores"_a)
-        .def("open", &Shares::open, "account"_a, "threads"_a, "weight"_a, "max_share"_a, "is_whole"_a = false)
+        .def("open", &Shares::open, "account"_a, "threads"_a, "weight"_a, "max_share"_a, "is_whole"_a = false,
+             "unasked_ns"_a = 0)
         .def(
             "begin", [](Shares& self, int account, int64_t now_ns) { self.at(account).begin(now_ns); }, "account"_a,
             "now_ns"_a)

@@ -1,4 +1,4 @@
-"""The metrics of the core time that models share, as engines last reported them."""
+"""The metrics of the time that models share, as engines last reported them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swiftkv.engine.messages import ComputeStats
 from swiftkv.server.model_collector import ModelCollector
 
 _COUNTERS = {
-    "core_seconds": ("Core time that the model's engine has taken", "core_s_total"),
+    "core_seconds": ("Core time that the model's engine has taken, or time of a GPU that it shares", "core_s_total"),
     "turn_wait_seconds": ("Time that steps have waited while other models had their turn", "waited_s_total"),
 }
 

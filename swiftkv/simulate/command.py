@@ -217,11 +217,10 @@ def _lending_specs(config: Config, plans: tuple[ModelPlan, ...]) -> dict[str, Le
 
 
 def _core_user(model: ModelConfig) -> CoreUser:
-    """Return how a model's engine uses its device; on a GPU all models get equal turns."""
-    if model.device != "cpu":
-        return CoreUser(1)
-    share = CoreShare(model.core_share.weight, model.core_share.max_share) if model.core_share else None
-    return CoreUser(model.threads, share)
+    """Return how a model's engine uses its device; a GPU is one core."""
+    is_gpu = model.device != "cpu"
+    share = CoreShare(model.share.weight, model.share.max_share, is_whole=is_gpu) if model.share else None
+    return CoreUser(1 if is_gpu else model.threads, share)
 
 
 def _step_time(plan: SizedPlan, options: Options, known: dict[str, dict[str, float]]) -> StepTime:

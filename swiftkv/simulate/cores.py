@@ -15,6 +15,7 @@ class CoreShare:
 
     weight: float
     max_share: float
+    is_whole: bool = False  # the engine computes on all of its cores at once or on none
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Cores:
             self._ask_alone_s = _cpu.ASK_ALONE_NS / _NS_PER_S
             self._longest_wait_s = _cpu.LONGEST_WAIT_NS / _NS_PER_S
             for number, user in enumerate(users):
-                if user.share:
-                    self._shares.open(number, user.threads, user.share.weight, user.share.max_share)
+                if share := user.share:
+                    self._shares.open(number, user.threads, share.weight, share.max_share, share.is_whole)
 
     @property
     def next_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,4 +156,16 @@ def test_what_does_not_fit_is_the_sum_in_one_line(
     with NodeProcess(config, directory, short_temporary_directory(), wait=False) as node:
         assert node.process.wait(DEADLINE_S) != 0
     assert "KV 900.00 GiB + weights" in capfd.readouterr().err
+    remove(node.temporary)
+
+
+def test_models_take_turns_on_a_gpu(checkpoint: Path, expected: list[list[Token]], tmp_path: Path) -> None:
+    every = {"enforce_eager": True, "compute": {"weight": 2}}
+    config = {"node": {"port": 0, "lending": "off"}, "models": models(checkpoint, 4096, **every)}
+    names = ("long", "idle")
+    with serve(config, tmp_path / "node") as node, ThreadPoolExecutor(2) as clients:
+        for tokens in clients.map(lambda name: answer(node, name, prompts()[2]), names):
+            assert_same(tokens, expected[2])
+        for name in names:
+            wait_for("its time to show", lambda: metric(node, "swiftkv:core_seconds_total", name) > 0)  # noqa: B023
     remove(node.temporary)

@@ -213,6 +213,27 @@ def test_an_engine_that_takes_all_of_its_cores_or_none_has_its_share_too() -> No
     assert sum(other.core_ms) == pytest.approx(2000, abs=100)
 
 
+@pytest.mark.parametrize(
+    ("weights", "steps_ms"), [((1, 1), (100, 5)), ((3, 1), (20, 20)), ((1, 3), (60, 5)), ((3, 1, 1), (5, 60, 20))]
+)
+def test_a_gpu_is_divided_by_weight_however_long_steps_take(
+    weights: tuple[int, ...], steps_ms: tuple[int, ...]
+) -> None:
+    gpu, engines = _cpu.Shares(1), range(len(weights))
+    for engine in engines:
+        gpu.open(engine, 1, weights[engine], 1.0, is_whole=True, unasked_ns=_cpu.LONGEST_WAIT_NS)
+        gpu.begin(engine, 0)
+    now_ms, took_ms, owner = 0, [0] * len(weights), 0
+    while now_ms < 60_000:
+        granted = {engine: gpu.ask(engine, now_ms * MS)[0] for engine in (owner, *engines)}
+        (owner,) = [engine for engine in engines if granted[engine]]
+        now_ms += steps_ms[owner]
+        took_ms[owner] += steps_ms[owner]
+        gpu.charge(owner, steps_ms[owner] * MS)
+    for engine in engines:
+        assert took_ms[engine] == pytest.approx(now_ms * weights[engine] / sum(weights), rel=0.03)
+
+
 def test_who_takes_less_than_its_share_never_waits() -> None:
     flood, light = Engine(2), Engine(2, period_ms=100, busy_ms=40)
     node = Node(2, flood, light)

@@ -311,6 +311,12 @@ def test_engines_that_always_want_the_cores_get_them_by_weight(weights: tuple[in
     assert (max(cores.waited_s) > 0) == (part != 1 / 2)  # with a core for each nobody waits
 
 
+def test_engines_share_a_gpu_by_weight() -> None:
+    gpu = Cores(1, [CoreUser(1, CoreShare(weight, 1.0, is_whole=True)) for weight in (3, 1)])
+    finish(gpu, {0: 0.4, 1: 0.03}, 60.0)
+    assert gpu.core_s == [pytest.approx(45.0, abs=0.5), pytest.approx(15.0, abs=0.5)]
+
+
 def test_an_engine_takes_no_more_than_its_greatest_share() -> None:
     cores = Cores(2, [CoreUser(2, CoreShare(1, 0.25))])
     finish(cores, {0: 0.1}, 60.0)
