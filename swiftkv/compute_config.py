@@ -22,7 +22,7 @@ def _read_part(value: object) -> float:
 
 
 class ComputeConfig(Section):
-    """The share of the cores, or of a GPU, that a model gets while others want them, too, and the most that it takes."""
+    """The share of the cores, or of a GPU, that a model gets while others want them, and the most that it takes."""
 
     weight: Annotated[int, Field(ge=1, le=100)] = Field(1, description=_WEIGHT)
     max_share: Annotated[float, PlainValidator(_read_part)] = Field(1.0, description=_PART)
