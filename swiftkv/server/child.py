@@ -38,7 +38,7 @@ class Child:
     def __init__(self, module: str, purpose: str) -> None:
         """`module` calls `serve`; `purpose` completes "too many requests wait for …"."""
         self._module = module
-        self._queue = FairQueue(purpose, num_places=1, max_waiting=_MAX_WAITING, max_bytes=_MAX_WAITING_BYTES)
+        self._queue = FairQueue(purpose, num_permits=1, max_waiting=_MAX_WAITING, max_bytes=_MAX_WAITING_BYTES)
         self._running: asyncio.Task[bytes] | None = None
         self._process: Process | None = None
 

@@ -47,7 +47,7 @@ from swiftkv.server.metrics import ModelMetrics
 from swiftkv.server.node_views import EngineView
 from swiftkv.server.outbox import Outbox
 from swiftkv.server.outlook import Outlook
-from swiftkv.server.tenant_places import limit_met
+from swiftkv.server.tenant_limits import limit_met
 from swiftkv.server.tenants import Sender
 
 _ROUNDS_TO_WRITE = 5  # of the event loop, from a token that was handed on to its last write
@@ -138,7 +138,7 @@ class EngineClient:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of places taken, by sequences and by aborts that wait to be sent."""
+        """The number of sequences in flight, and of aborts that wait to be sent, which count like them."""
         return len(self._in_flight) + self._outbox.num_unsent_aborts
 
     @property
@@ -153,11 +153,11 @@ class EngineClient:
 
     @property
     def max_sequences(self) -> int:
-        """The most sequences that one request may have: half of the places, so that no request takes all of them."""
+        """The most sequences that one request may have: half of `max_in_flight`, so that no request fills the queue."""
         return max(1, self.max_in_flight // 2)
 
     def max_sequences_of(self, sender: Sender) -> int:
-        """Return the most sequences that one request of a sender may have: no more than its part of the places."""
+        """Return the most sequences that one request of a sender may have: no more than its part of the queue."""
         return max(1, min(self.max_sequences, int(sender.part * self.max_in_flight)))
 
     async def wait_ready(self) -> Ready:

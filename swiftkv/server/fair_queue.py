@@ -1,4 +1,4 @@
-"""The queue for a few places at which work is done. Senders take turns in it, and none can fill it for another."""
+"""The queue for a few permits to work. Senders take turns in it, and none can fill it for another."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ class _Waiting:
     """A piece of work that waits."""
 
     num_bytes: int
-    turn: asyncio.Future[None]
+    permit: asyncio.Future[None]
 
 
 class FairQueue:
-    """Gives places to work, the oldest of each sender in turn. Use it from one event loop.
+    """Gives permits to pieces of work, the oldest of each sender in turn. Use it from one event loop.
 
     Work whose caller is cancelled while it waits leaves the queue at once, with everything that it holds.
     """
 
-    def __init__(self, purpose: str, *, num_places: int, max_waiting: int, max_bytes: int) -> None:
-        """Every place is free at first. `purpose` completes "too many requests wait for …".
+    def __init__(self, purpose: str, *, num_permits: int, max_waiting: int, max_bytes: int) -> None:
+        """Every permit is free at first. `purpose` completes "too many requests wait for …".
 
         `max_waiting` and `max_bytes` bound the work that waits: its pieces, and the bytes that these were said to hold.
         Tenants divide both by their weights; each may always have one piece waiting.
         """
         self._purpose = purpose
-        self._num_free = num_places
+        self._num_free = num_permits
         self._max_waiting = max_waiting
         self._max_bytes = max_bytes
         self._queues: OrderedDict[_Flow, list[_Waiting]] = OrderedDict()  # none is empty; the next turn is the first's
         self.is_closed = False
-        """Whether no more places are given."""
+        """Whether no more permits are given."""
 
     async def take(self, sender: Sender = ANYBODY, num_bytes: int = 0) -> None:
-        """Take a place for work that holds about `num_bytes` while it waits. The caller must `give_back` the place.
+        """Take a permit for work that holds about `num_bytes` while it waits. The caller must `give_back` the permit.
 
         Raises:
             ApiError: 429 if too much of the sender's work waits already, 503 if the queue is closed.
@@ -60,25 +60,25 @@ class FairQueue:
         waiting = _Waiting(num_bytes, asyncio.get_running_loop().create_future())
         self._queues.setdefault(flow, []).append(waiting)
         try:
-            await waiting.turn
+            await waiting.permit
         except asyncio.CancelledError:
-            if waiting.turn.cancelled():
+            if waiting.permit.cancelled():
                 self._leave(flow, waiting)
-            elif waiting.turn.exception() is None:  # the place came before the loop told the caller
+            elif waiting.permit.exception() is None:  # the permit came before the loop told the caller
                 self.give_back()
             raise
-        if self.is_closed:  # since the place came, before the loop told the caller
+        if self.is_closed:  # since the permit came, before the loop told the caller
             raise self._closed()
 
     def give_back(self) -> None:
-        """Give a place back: to the work whose turn it is, if any waits."""
+        """Give a permit back: to the work whose turn it is, if any waits."""
         while self._queues:
             flow, queue = self._queues.popitem(last=False)
             waiting = queue.pop(0)
             if queue:
                 self._queues[flow] = queue
-            if not waiting.turn.done():  # its caller may have been cancelled, and not have left yet
-                waiting.turn.set_result(None)
+            if not waiting.permit.done():  # its caller may have been cancelled, and not have left yet
+                waiting.permit.set_result(None)
                 return
         self._num_free += 1
 
@@ -92,8 +92,8 @@ class FairQueue:
         self.is_closed = True
         for queue in self._queues.values():
             for waiting in queue:
-                if not waiting.turn.done():
-                    waiting.turn.set_exception(self._closed())
+                if not waiting.permit.done():
+                    waiting.permit.set_exception(self._closed())
         self._queues.clear()
 
     def _has_room(self, sender: Sender, num_bytes: int) -> bool:
@@ -104,7 +104,7 @@ class FairQueue:
 
     def _leave(self, flow: _Flow, waiting: _Waiting) -> None:
         queue = self._queues.get(flow, [])
-        if waiting in queue:  # not if its turn came as its caller was cancelled
+        if waiting in queue:  # not if its permit came as its caller was cancelled
             queue.remove(waiting)
             if not queue:
                 del self._queues[flow]

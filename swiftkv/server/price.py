@@ -226,7 +226,7 @@ class Generating:
     whole: bool
 
     def check(self, max_sequences: int) -> None:
-        """Check all of it; `max_sequences` is the most places that one request may take.
+        """Check all of it; `max_sequences` is the most that one request may have.
 
         Raises:
             ApiError: 400 that names the field to make smaller.

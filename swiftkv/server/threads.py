@@ -18,7 +18,7 @@ class BoundedThreads:
 
     def __init__(self, purpose: str, *, workers: int = 2, max_waiting: int = 1024, max_bytes: int = 64 << 20) -> None:
         """Start no thread yet. `purpose`, `max_waiting` and `max_bytes` are as in `FairQueue`."""
-        self._queue = FairQueue(purpose, num_places=workers, max_waiting=max_waiting, max_bytes=max_bytes)
+        self._queue = FairQueue(purpose, num_permits=workers, max_waiting=max_waiting, max_bytes=max_bytes)
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix=purpose.replace(" ", "-"))
 
     @property

@@ -17,7 +17,7 @@ def load(**fields: float) -> Load:
 
 
 @pytest.mark.parametrize(
-    ("fields", "places"),
+    ("fields", "num_lines"),
     [
         ({}, 32),
         ({"offline": 30}, 2),
@@ -34,15 +34,15 @@ def load(**fields: float) -> Load:
         ({"online": 100}, 0),
     ],
 )
-def test_places(fields: dict[str, float], places: int) -> None:
-    assert ROOM.places(load(**fields)) == places
+def test_num_lines(fields: dict[str, float], num_lines: int) -> None:
+    assert ROOM.num_lines(load(**fields)) == num_lines
 
 
 def test_the_limit_can_be_set() -> None:
-    assert Room.of(64, 5).places(load()) == 5
-    assert Room.of(64, 500).places(load()) == 56
-    assert Room.of(1, None).places(load()) == 1
-    assert Room.of(1, None).places(load(online=1)) == 0
+    assert Room.of(64, 5).num_lines(load()) == 5
+    assert Room.of(64, 500).num_lines(load()) == 56
+    assert Room.of(1, None).num_lines(load()) == 1
+    assert Room.of(1, None).num_lines(load(online=1)) == 0
 
 
 @given(
@@ -55,9 +55,9 @@ def test_the_limit_can_be_set() -> None:
 def test_a_slot_in_eight_is_left_to_clients(
     slots: int, limit: int | None, online: int, offline: int, beginning: int
 ) -> None:
-    places = Room.of(slots, limit).places(load(online=online, offline=offline, beginning=beginning))
-    assert places >= 0
-    if places:
-        assert online + offline + places <= slots - slots // 8
-        assert limit is None or offline + places <= limit
-        assert not online or places == 1
+    num_lines = Room.of(slots, limit).num_lines(load(online=online, offline=offline, beginning=beginning))
+    assert num_lines >= 0
+    if num_lines:
+        assert online + offline + num_lines <= slots - slots // 8
+        assert limit is None or offline + num_lines <= limit
+        assert not online or num_lines == 1

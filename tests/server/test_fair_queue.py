@@ -1,4 +1,4 @@
-"""The queue for places of work: no place is lost, senders take turns, and none fills the queue for another."""
+"""The queue for permits to work: no permit is lost, senders take turns, and none fills the queue for another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SENDERS = [
     Sender(flow=0, name="large", part=0.75),
     Sender(flow=1, name="small", part=0.25),
     ANYBODY,
-    Sender(flow=7),  # without tenants, a header's flow has turns of its own, but no places
+    Sender(flow=7),  # without tenants, a header's flow has turns of its own, but no part
 ]
 
 
@@ -41,10 +41,10 @@ class Taking:
 
 
 class History:
-    """A fair queue with two places, beside the tasks that hold them or wait, oldest first."""
+    """A fair queue with two permits, beside the tasks that hold them or wait, oldest first."""
 
     def __init__(self) -> None:
-        self.queue = FairQueue("this", num_places=2, max_waiting=FEW, max_bytes=100)
+        self.queue = FairQueue("this", num_permits=2, max_waiting=FEW, max_bytes=100)
         self.holding: list[Taking] = []
         self.waiting: list[Taking] = []
         self.passed: dict[Taking, Counter[Sender]] = {}
@@ -80,7 +80,7 @@ class History:
             self.queue.give_back()
             await self.somebody_is_served()
 
-    async def cancel_as_a_place_comes_free(self, number: int, *, cancel_first: bool) -> None:
+    async def cancel_as_a_permit_comes_free(self, number: int, *, cancel_first: bool) -> None:
         """Cancel the one whose turn it is, or another, before the loop has told it."""
         if self.holding and self.waiting:
             taking = self.waiting.pop(number % len(self.waiting))
@@ -110,7 +110,7 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_no_history_loses_a_place_or_a_turn(seed: int) -> None:
+def test_no_history_loses_a_permit_or_a_turn(seed: int) -> None:
     random = Random(seed)
 
     async def go() -> None:
@@ -123,7 +123,7 @@ def test_no_history_loses_a_place_or_a_turn(seed: int) -> None:
                     await history.cancel(random.randrange(FEW))
                 case "both":
                     first = random.random() < 0.5
-                    await history.cancel_as_a_place_comes_free(random.randrange(FEW), cancel_first=first)
+                    await history.cancel_as_a_permit_comes_free(random.randrange(FEW), cancel_first=first)
                 case "give back":
                     await history.give_back()
         while history.holding:
@@ -137,7 +137,7 @@ def test_no_history_loses_a_place_or_a_turn(seed: int) -> None:
 
 def test_senders_take_turns_however_much_one_of_them_asks() -> None:
     async def go() -> None:
-        queue = FairQueue("this", num_places=1, max_waiting=100, max_bytes=0)
+        queue = FairQueue("this", num_permits=1, max_waiting=100, max_bytes=0)
         await queue.take()
         order: list[int] = []
 
@@ -158,7 +158,7 @@ def test_senders_take_turns_however_much_one_of_them_asks() -> None:
 
 def test_a_closed_queue_refuses_what_waits_and_what_comes() -> None:
     async def go() -> None:
-        queue = FairQueue("this", num_places=1, max_waiting=2, max_bytes=0)
+        queue = FairQueue("this", num_permits=1, max_waiting=2, max_bytes=0)
         await queue.take()
         waiting = deque(asyncio.create_task(queue.take()) for _ in range(2))
         await settle()
@@ -173,9 +173,9 @@ def test_a_closed_queue_refuses_what_waits_and_what_comes() -> None:
     run(go())
 
 
-def test_a_place_that_comes_just_before_the_queue_is_closed_is_refused() -> None:
+def test_a_permit_that_comes_just_before_the_queue_is_closed_is_refused() -> None:
     async def go() -> None:
-        queue = FairQueue("this", num_places=1, max_waiting=2, max_bytes=0)
+        queue = FairQueue("this", num_permits=1, max_waiting=2, max_bytes=0)
         await queue.take()
         waiting = asyncio.create_task(queue.take())
         await settle()

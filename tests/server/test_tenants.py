@@ -1,4 +1,4 @@
-"""Tenants: each has its key, its tiers, its cache, its places and its metrics."""
+"""Tenants: each has its key, its tiers, its cache, its part of the queue and its metrics."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_no_salt_leads_to_another_tenant() -> None:
     assert [bob.salt(None), ANYBODY.salt(None), ANYBODY.salt("a")] == ["", "", "a"]
 
 
-def test_each_has_its_part_of_the_places(tenants_gateway: Gateway) -> None:
+def test_each_has_its_part_of_the_queue(tenants_gateway: Gateway) -> None:
     """The gateway has 600, of which carol has 6."""
     assert post(tenants_gateway, "carol", n=6).status_code == 200
     never = post(tenants_gateway, "carol", n=7)

@@ -9,7 +9,7 @@ _MAX_KV_USAGE = 0.8
 _SPARE_PART = 8
 """One in this many slots stays free, so that a client's request finds one at once."""
 _SHARE_BESIDE_CLIENTS = 4
-"""While clients have requests in flight, batches keep one in this many of the places that they have without."""
+"""While clients have requests in flight, batches keep one in this many of the slots that they have without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Room:
         """Return the room of a model; batches have half of its slots unless `max_in_flight` says otherwise."""
         return cls(max_num_seqs, max_in_flight or max(1, max_num_seqs // 2))
 
-    def places(self, load: Load) -> int:
+    def num_lines(self, load: Load) -> int:
         """Return how many more lines may begin.
 
         No line begins while any request waits: the engine takes waiting requests by priority, but a running one keeps

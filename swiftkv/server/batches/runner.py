@@ -145,9 +145,9 @@ class BatchRunner:
 
     async def _start_lines(self) -> None:
         for model in self._models.all():
-            places = min(self._places(model), _MAX_TAKEN)
-            if places:
-                self._start(await self._take((model.name,), True, places))
+            num_lines = min(self._room_for(model), _MAX_TAKEN)
+            if num_lines:
+                self._start(await self._take((model.name,), True, num_lines))
         # Lines for models that this node does not serve: each gets its error.
         if self._may_have_strangers or self._names != self._models.names:
             self._names = self._models.names
@@ -158,7 +158,8 @@ class BatchRunner:
     async def _take(self, models: tuple[str, ...], is_among: bool, limit: int) -> list[TakenLine]:
         return await self._storage.call(lambda store: store.take(models, is_among, limit))
 
-    def _places(self, model: ModelHandle) -> int:
+    def _room_for(self, model: ModelHandle) -> int:
+        """Return how many more lines of a model may begin."""
         client = model.client
         if not client.state.serves or time.monotonic() < self._retry_at_s.get(model.name, 0.0):
             return 0
@@ -171,7 +172,7 @@ class BatchRunner:
             beginning=sum(not running.has_token for running in lines),
             kv_usage=0.0 if stats is None else stats.num_used_blocks / max(1, stats.num_blocks),
         )
-        return self._rooms[model.name].places(load)
+        return self._rooms[model.name].num_lines(load)
 
     def _lines_of(self, model: ModelHandle) -> list[_Running]:
         return [running for running in self._running.values() if running.line.model == model.name]

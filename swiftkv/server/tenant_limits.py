@@ -1,4 +1,4 @@
-"""The part of an engine's queue that each tenant has, so that a flood of one leaves the places of others free."""
+"""The part of an engine's queue that each tenant has, so that a flood of one leaves room for the others."""
 
 from __future__ import annotations
 
