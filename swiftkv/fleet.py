@@ -156,6 +156,7 @@ class Fleet:
         Raises `EngineError` if the engine does not come up.
         """
         name, supervisor = member.plan.name, member.supervisor
+        member.client.start()
         ready = await (supervisor.start_behind_others() if behind_others else supervisor.start())
         keeping = supervisor.keep_running(partial(before_restart, name))
         self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")

@@ -201,7 +201,6 @@ class RunningModels:
             undoing.push_async_callback(self._end, name)
             self._marks[name] = _mark_of(member.plan)
             try:
-                member.client.start()
                 await self._fleet.start(member, self.before_restart, behind_others=True)
                 [handle] = await asyncio.to_thread(
                     load_handles, self._fleet.config, [member], self._grammars, self._templates

@@ -284,7 +284,6 @@ class Node:
         for member in members:
             for warning in small_contexts(member.config, member.plan):
                 say(warning)
-            member.client.start()
         started_s = time.monotonic()
         engines = [asyncio.create_task(self._start_engine(member, started_s)) for member in members]
         telling = asyncio.create_task(self._tell_loading(members))
