@@ -96,7 +96,7 @@ class MixedRun(EngineRun):
         group = stats.groups[0]
         usage = group.used / max(1, group.used + group.cached + group.free)
         beginning = sum(np.isnan(self._first_token_s[i]) for i in self._in_flight)
-        return self._room.places(Load(stats.num_waiting, in_engine - offline, offline, beginning, usage))
+        return self._room.num_lines(Load(stats.num_waiting, in_engine - offline, offline, beginning, usage))
 
 
 def study(
