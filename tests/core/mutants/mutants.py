@@ -60,7 +60,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 BOUNDARIES, CACHE_KEEP = "core/boundaries.cpp", "core/kv_cache_keep.cpp"
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
-CACHE_ROOM, CACHE_HOUSE = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp"
+CACHE_ROOM, CACHE_HOUSE, DIVISION = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp", "core/division.cpp"
 CACHE_STAGING, CACHE_STORAGE = "core/kv_cache_staging.cpp", "core/kv_cache_storage.cpp"
 SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 STORAGE = "core/scheduler_storage.cpp"
@@ -141,14 +141,14 @@ MUTANTS = [
     one(
         "free extents are no room, and blocks are written back early",
         CACHE_STORAGE,
-        "if (house_) num_free += num_extents_to_take(g)",
-        "if (false) num_free += num_extents_to_take(g)",
+        "pool.num_free_below(Place::kLocal) + division_.unclaimed(g);",
+        "pool.num_free_below(Place::kLocal);",
     ),
     one(
         "room at lenders is none, and blocks are written back early",
         CACHE_STORAGE,
-        "pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);",
-        "pool.num_free(Place::kLocal);",
+        "pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal)",
+        "pool.num_free(Place::kLocal)",
     ),
     one(
         "what goes with a block is not written back",
@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     one(
         "extents are counted for two groups",
-        CACHE_HOUSE,
+        DIVISION,
         "house_->num_free() - missing_extents(wanted);",
         "house_->num_free();",
     ),
@@ -495,41 +495,51 @@ MUTANTS = [
     ),
     one(
         "a group gives up what it is about to take",
-        CACHE_HOUSE,
+        DIVISION,
         "pool.available(Place::kLocal) - wanted[h] < pool.house_extent_blocks()",
         "false",
     ),
     one(
         "a group takes an extent that another lacks",
         CACHE_HOUSE,
-        "(own == kNone ? 0 : missing_extents(wanted))",
+        "own == kNone ? 0 : division_.missing_extents(wanted)",
         "0",
     ),
     one(
         "the newest goes before the oldest of another group",
-        CACHE_HOUSE,
-        "cached_at(other)) < 0;",
-        "cached_at(other)) > 0;",
+        DIVISION,
+        "cached_at(a) - cached_at(b)) < 0;",
+        "cached_at(a) - cached_at(b)) > 0;",
     ),
     one(
         "a group empties its own extents alone",
         CACHE_HOUSE,
-        "if (donor == kNone || !goes_before(donor,",
-        "if (true || !goes_before(donor,",
+        "if (donor == kNone) return own;",
+        "return own;",
     ),
-    one("used blocks keep their extents", CACHE_HOUSE, "if (spare_extents(wanted, true) < 0 ||", "if (true ||"),
+    one(
+        "used blocks keep their extents",
+        CACHE_HOUSE,
+        "if (!division_.fits(wanted, Means::kCompaction) ||",
+        "if (true ||",
+    ),
     one(
         "an extent changes hands before it is copied",
         CACHE,
         "group.pool.keep_extent_of(cached);",
         "",
     ),
-    one("blocks move to where a copy is still read", CACHE_HOUSE, "if (!house_ || has_copies())", "if (!house_)"),
-    one("windows have no room but what histories leave", CACHE_STAGING, "- (borrows() ? extents_for_windows_ : 0)", ""),
+    one(
+        "blocks move to where a copy is still read",
+        CACHE_HOUSE,
+        "if (!division_.is_shared() || has_copies())",
+        "if (!division_.is_shared())",
+    ),
+    one("windows have no room but what histories leave", DIVISION, "- (borrows() ? extents_for_windows_ : 0)", ""),
     one(
         "what cannot be staged comes last",
         CACHE,
-        "for (int g = 0; house_ && g < num_groups(); ++g)",
+        "for (int g = 0; division_.is_shared() && g < num_groups(); ++g)",
         "for (int g = 0; false && g < num_groups(); ++g)",
     ),
     one(
@@ -566,19 +576,19 @@ MUTANTS = [
     ),
     one(
         "an extent of groups is lent while something pins it",
-        CACHE_HOUSE,
+        DIVISION,
         "if (!pool.is_open(extent)) return std::nullopt;",
         "",
     ),
     one(
         "what is used last is lent first",
-        CACHE_HOUSE,
-        "return goes_before(a.first.group, a.first.block, b.first.group, b.first.block);",
-        "return goes_before(b.first.group, b.first.block, a.first.group, a.first.block);",
+        DIVISION,
+        "return goes_before(a.first, b.first);",
+        "return goes_before(b.first, a.first);",
     ),
     one(
         "a request counts on what is lent",
-        CACHE_STAGING,
+        DIVISION,
         "lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);",
         "lender.spec.num_blocks;",
     ),
