@@ -154,35 +154,59 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         has_refused_ = true;
         return false;
     }
-    const int block_size = cache_.block_size();
-    PrefixMatch found{};
+    CacheHit hit = look_up(r);
+    const auto [num_tokens, has_blocks] = take_blocks(r, token_budget);
+    if (!has_blocks) {
+        const std::vector<Request*> leaving = requests_to_displace(r, std::move(displaceable), token_budget);
+        turn_away(r, num_tokens, token_budget);
+        return displace(leaving) && admit(r, token_budget);
+    }
+    begin(r, std::move(hit));
+    add(r, num_tokens);
+    return true;
+}
+
+// Gives a waiting request the blocks of its prompt that are cached.
+StepBuilder::CacheHit StepBuilder::look_up(Request& r) {
+    CacheHit hit;
     if (!r.skip_prefix_match && is_matching_) {
-        const int max_match = r.max_match_blocks(block_size);
-        found = cache_.acquire_prefix(r.table, std::span(r.keys).first(max_match));
-        r.num_computed = found.length * block_size;
-        r.num_shared_blocks = found.num_known < max_match ? found.num_known : 0;
+        const int max_match = r.max_match_blocks(cache_.block_size());
+        hit.match = cache_.acquire_prefix(r.table, std::span(r.keys).first(max_match));
+        r.num_computed = hit.match.length * cache_.block_size();
+        r.num_shared_blocks = hit.match.num_known < max_match ? hit.match.num_known : 0;
         ++num_matches_;
         num_keys_ += max_match;
     }
-    std::vector<int32_t> borrowed_hits;
-    if (cache_.can_borrow()) borrowed_hits = cache_.borrowed_blocks(r.table);
-    const int spare = policy_.spare_blocks(roster_.running());
+    if (cache_.can_borrow()) hit.borrowed = cache_.borrowed_blocks(r.table);
+    return hit;
+}
+
+// Gets the other blocks of a waiting request, if there is a slot and room. The whole prompt must fit, even if this step
+// computes only a part.
+StepBuilder::FirstChunk StepBuilder::take_blocks(Request& r, int token_budget) {
     const int longest = longest_chunk(r);
-    int n = 0;
-    // The whole prompt must fit, even if this step computes only a part.
-    const auto has_room = [&] {
-        const int chunk = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
-        n = policy_.fitting_chunk(r, chunk, table_end(r, chunk), {spare, blocks_behind_front(r, chunk)});
-        return n > 0 && n <= token_budget &&
-               cache_.extend(r.table, r.num_computed + n, table_end(r, n), {spare, blocks_behind_front(r, n)});
-    };
-    if (!roster_.has_free_slot() ||
-        (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room()))) {
-        const std::vector<Request*> leaving = requests_to_displace(r, std::move(displaceable), token_budget);
-        turn_away(r, n, token_budget);
-        return displace(leaving) && admit(r, token_budget);
-    }
-    if (!borrowed_hits.empty()) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
+    if (!roster_.has_free_slot()) return {0, false};
+    FirstChunk chunk = try_to_fit(r, longest, token_budget);
+    const bool may_compact = !chunk.has_blocks && chunk.num_tokens <= token_budget;
+    if (may_compact && compact(r, r.num_remaining(), policy_.spare_blocks(roster_.running())))
+        chunk = try_to_fit(r, longest, token_budget);
+    return chunk;
+}
+
+StepBuilder::FirstChunk StepBuilder::try_to_fit(Request& r, int longest, int token_budget) {
+    const int spare = policy_.spare_blocks(roster_.running());
+    const int wanted = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
+    const int n = policy_.fitting_chunk(r, wanted, table_end(r, wanted), {spare, blocks_behind_front(r, wanted)});
+    const bool has_blocks =
+        n > 0 && n <= token_budget &&
+        cache_.extend(r.table, r.num_computed + n, table_end(r, n), {spare, blocks_behind_front(r, n)});
+    return {n, has_blocks};
+}
+
+// Lets a waiting request run that has its blocks.
+void StepBuilder::begin(Request& r, CacheHit hit) {
+    if (!hit.borrowed.empty())
+        cache_.promote(r.table, policy_.spare_blocks(roster_.running()), std::numeric_limits<int>::max());
     roster_.start(r);
     turns_.take(moment_, r.num_remaining());
     refusal_.forget();
@@ -193,13 +217,11 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;
         r.begun_s = now_s_;
-        r.borrowed_hits = std::move(borrowed_hits);
-        r.num_window_missed = (found.num_known - found.length) * block_size;
+        r.borrowed_hits = std::move(hit.borrowed);
+        r.num_window_missed = (hit.match.num_known - hit.match.length) * cache_.block_size();
         shares_.charge_prompt(r.flow, r.num_remaining());
         admitted_.push_back(&r);
     }
-    add(r, n);
-    return true;
 }
 
 // Refuses a waiting request for which there was no room for `num_tokens` tokens.

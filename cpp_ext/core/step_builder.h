@@ -87,7 +87,22 @@ class StepBuilder {
     bool is_prefix_coming(const Request& request);
     bool is_stuck(Request& request) const;
     bool may_seat(int64_t priority) const;
+    // The part of a waiting request that the prefix cache has.
+    struct CacheHit {
+        PrefixMatch match{};
+        std::vector<int32_t> borrowed;  // the indices of the blocks that are borrowed
+    };
+    // The number of tokens that a waiting request would compute in this step, 0 if it has no slot, and whether it has
+    // got its blocks.
+    struct FirstChunk {
+        int num_tokens;
+        bool has_blocks;
+    };
     bool admit(Request& request, int token_budget);
+    CacheHit look_up(Request& request);
+    FirstChunk take_blocks(Request& request, int token_budget);
+    FirstChunk try_to_fit(Request& request, int longest, int token_budget);
+    void begin(Request& request, CacheHit hit);
     void turn_away(Request& request, int num_tokens, int token_budget);
     std::vector<const BlockTable*> tables_below(const Request& waiting) const;
     std::vector<Request*> requests_to_displace(const Request& request, std::vector<Request*> candidates,
