@@ -57,7 +57,7 @@ struct StoredBlock {
     int64_t offset_bytes;
 };
 
-// A block that comes up from storage, and the place in the pool for its bytes.
+// A block that comes up from storage, and the local block for its bytes.
 struct LoadingBlock {
     int index;  // the index of its key among the prompt's keys
     int group;
@@ -85,7 +85,7 @@ struct LoadedBlock {
     BlockId block;
 };
 
-// A whole local block that a step copies to another place in the pool, before anything else.
+// A whole local block that a step copies to another local block, before anything else.
 struct LocalMove {
     int group;
     BlockId from, to;
@@ -202,7 +202,7 @@ class KvCache {
     void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
     // Undoes acquire_prefix() for a request that finds no room. Unless groups share extents, its blocks get back their
-    // places in the order of eviction.
+    // positions in the order of eviction.
     void put_back(BlockTable& table);
     // Releases a table while steps may still use its blocks, which stay as they are until these steps settle.
     void retire(BlockTable& table);
@@ -250,7 +250,7 @@ class KvCache {
     // `tables`: the tables of all requests that hold blocks.
     bool drain(std::span<BlockTable* const> tables);
     // Drops the moves between extents whose blocks have lost their holders while the step was planned. Such a block is
-    // not worth a place in the layer-stream cache.
+    // not worth a layer block of the layer-stream cache.
     void forget_idle_moves();
     // Whether a block lies in a lost extent, or was to be copied from one.
     bool is_lost(int group, BlockId block) const;

@@ -157,7 +157,8 @@ void KvCache::claim(int g, BlockId first, int num_blocks) {
 
 bool KvCache::compact(const BlockTable& table, int chunk_end, int prompt_end, int spare,
                       std::span<BlockTable* const> tables) {
-    // Moves come before copies, and a block that is copied may be free already: who took its place may be preempted.
+    // Moves come before copies, and a block that is copied may be free already: a request that took it may be
+    // preempted.
     if (!division_.is_shared() || has_copies()) return false;
     const std::vector<int> wanted = wanted_blocks(table, chunk_end, prompt_end, {spare});
     if (!division_.fits(wanted, Means::kCompaction) || division_.fits(wanted, Means::kEviction)) return false;

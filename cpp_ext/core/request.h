@@ -51,7 +51,7 @@ struct Request {
     GuessRate guess_rate = {};
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
-    int num_shared_blocks = 0;  // full blocks before the place where its prompt left a known path; 0: it left none
+    int num_shared_blocks = 0;  // full blocks before the point where its prompt left a known path; 0: it left none
     int num_computed = 0;       // tokens whose KV is in the blocks
     int num_cached = 0;         // prompt tokens that were found in the prefix cache at admission
     std::vector<int32_t> borrowed_hits = {};  // the blocks of `num_cached` that were found in borrowed memory

@@ -53,11 +53,11 @@ void StepBuilder::put_back_past_share(std::vector<Request*>& prompts) const {
         int64_t& counter = least.try_emplace(r->priority, shares_.counter(r->flow)).first->second;
         counter = std::min(counter, shares_.counter(r->flow));
     }
-    const auto place = [&](const Request* r) {
+    const auto order_of = [&](const Request* r) {
         return std::pair(r->priority, shares_.is_past_counter(r->flow, least.at(r->priority)));
     };
     std::stable_sort(prompts.begin(), prompts.end(),
-                     [&](const Request* a, const Request* b) { return place(a) < place(b); });
+                     [&](const Request* a, const Request* b) { return order_of(a) < order_of(b); });
 }
 
 bool StepBuilder::goes_before(const Request& waiting, const Request& prompt) const {
@@ -208,7 +208,7 @@ void StepBuilder::begin(Request& r, CacheHit hit) {
     if (!hit.borrowed.empty())
         cache_.promote(r.table, policy_.spare_blocks(roster_.running()), std::numeric_limits<int>::max());
     roster_.start(r);
-    turns_.take(moment_, r.num_remaining());
+    alternation_.take(moment_, r.num_remaining());
     refusal_.forget();
     const int num_found = r.table.num_committed;
     policy_.for_each_boundary(r, num_found - 1, num_found,

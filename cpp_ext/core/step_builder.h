@@ -24,17 +24,17 @@ namespace swiftkv {
 class StepBuilder {
   public:
     StepBuilder(KvCache& cache, Roster& roster, Pins& pins, const Policy& policy, const AdmissionOrder& order,
-                FairShare& shares, Turns& turns, Refusal& refusal, double now_s)
+                FairShare& shares, Alternation& alternation, Refusal& refusal, double now_s)
         : cache_(cache),
           roster_(roster),
           pins_(pins),
           policy_(policy),
           order_(order),
           shares_(shares),
-          turns_(turns),
+          alternation_(alternation),
           refusal_(refusal),
           now_s_(now_s),
-          moment_(turns.at(now_s)),
+          moment_(alternation.at(now_s)),
           num_begun_(roster.num_begun()),
           budget_left_(policy.token_budget()) {}
 
@@ -136,7 +136,7 @@ class StepBuilder {
     const Policy& policy_;
     const AdmissionOrder& order_;
     FairShare& shares_;
-    Turns& turns_;
+    Alternation& alternation_;
     Refusal& refusal_;
     const double now_s_;
     const Moment moment_;

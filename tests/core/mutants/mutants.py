@@ -853,8 +853,8 @@ MUTANTS = [
     one(
         "who goes first is chosen by its whole length",
         PROMPT_QUEUE,
-        "place(prompt, rest.num_left);",
-        "place(prompt, prompt.num_left);",
+        "order_of(prompt, rest.num_left);",
+        "order_of(prompt, prompt.num_left);",
     ),
     one(
         "time that nobody could know of is credited later",
@@ -926,14 +926,19 @@ MUTANTS = [
     # The order of those that wait.
     one("lengths count, not waiting", ORDER, "(moment.now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
     one("it is never the turn of the oldest", ORDER_H, "oldest_lack_tokens_ > 0", "false"),
-    one("a turn of the oldest does not count", ORDER_H, "is_turn_of_oldest ? -num_tokens :", "is_turn_of_oldest ? 0 :"),
+    one(
+        "a turn of the oldest does not count",
+        ORDER_H,
+        "is_oldest_first ? -num_tokens :",
+        "is_oldest_first ? 0 :",
+    ),
     one("a forecast lets no longer prompt take turns", PROMPT_QUEUE, "turns_s += rests[i].service_s;", "{}"),
     one("a longer prompt takes all turns", PROMPT_QUEUE, "turns_s -= taken_s;", ""),
     one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
     one(
         "all lengths are one lane",
         ORDER,
-        "// Lanes are those of ShortestAndOldestInTurns.\nclass HighestRatioFirst : public AdmissionOrder {\n"
+        "// Lanes are those of ShortestAndOldestAlternately.\nclass HighestRatioFirst : public AdmissionOrder {\n"
         "    int lane(const Request& r) const override { return lane_of(r.num_left()); }",
         "class HighestRatioFirst : public AdmissionOrder {\n"
         "    int lane(const Request& r) const override { return 0 * r.num_left(); }",
