@@ -33,7 +33,7 @@ bool Policy::is_prefix_coming(const Request& r, Running running) const {
 }
 
 bool Policy::holds_up_others(const Request& r, double now_s) const {
-    return std::ilogb(1 + (now_s - r.refused_since_s) / kHoldS) % 2 == 0;
+    return std::ilogb(1 + (now_s - *r.refused_since_s) / kHoldS) % 2 == 0;
 }
 
 bool Policy::could_hold(const Request& r) const {

@@ -86,7 +86,7 @@ void Roster::enqueue(Request& r) noexcept {
 
 void Roster::dequeue(Request& r) {
     waiting_.remove(r);
-    r.stuck_since_s = r.refused_since_s = -1;
+    r.stuck_since_s = r.refused_since_s = std::nullopt;
     demand_.remove_waiting(r);
 }
 

@@ -79,10 +79,10 @@ std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) {
     const std::lock_guard lock(mutex_);
     std::vector<RequestId> ids;
     for (Request* r : roster_.waiting().all()) {
-        if (r->stuck_since_s < 0) continue;
+        if (!r->stuck_since_s) continue;
         // It may wait for a slot now, where no step looks at it.
-        if (policy_.could_hold(*r)) r->stuck_since_s = -1;
-        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
+        if (policy_.could_hold(*r)) r->stuck_since_s.reset();
+        if (r->stuck_since_s && now_s - *r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
     }
     return ids;
 }

@@ -96,7 +96,7 @@ void StepBuilder::admit_while(MayGo may_go) {
         if (++num_refused == policy_.max_refusals()) return;
         if (num_refused > 1) continue;
         refused = r;
-        if (r->refused_since_s < 0) r->refused_since_s = now_s_;
+        if (!r->refused_since_s) r->refused_since_s = now_s_;
         if (policy_.holds_up_others(*r, now_s_)) return;
     }
 }
@@ -132,10 +132,10 @@ bool StepBuilder::is_prefix_coming(const Request& r) {
 // Whether the request would have no room even if it were alone. Notes since when.
 bool StepBuilder::is_stuck(Request& r) const {
     if (policy_.could_hold(r)) {
-        r.stuck_since_s = -1;
+        r.stuck_since_s.reset();
         return false;
     }
-    if (r.stuck_since_s < 0) r.stuck_since_s = now_s_;
+    if (!r.stuck_since_s) r.stuck_since_s = now_s_;
     return true;
 }
 
@@ -376,10 +376,10 @@ int StepBuilder::blocks_to_meet(Request& r, int next, int here) const {
     const double elapsed_s = now_s_ - r.begun_s;
     const auto read_bytes = static_cast<double>(cache_.needed_bytes(here, r.back_end, r.back_end));
     if (next <= num_begun || !front_s || elapsed_s <= 0 || read_bytes == 0) return share_of_missing(r, next, here);
-    if (r.front_slowness == 0) r.front_slowness = elapsed_s / *front_s;
+    if (!r.front_slowness) r.front_slowness = elapsed_s / *front_s;
     const auto takes_longer = [&](int count) {
         const auto left_bytes = static_cast<double>(cache_.needed_bytes(next + count, here, r.back_end));
-        return r.front_slowness * *compute_s(next, next + count) > elapsed_s * left_bytes / read_bytes;
+        return *r.front_slowness * *compute_s(next, next + count) > elapsed_s * left_bytes / read_bytes;
     };
     const auto counts = std::views::iota(1, ceil_div(here - next, 2) + 1);
     return static_cast<int>(std::ranges::partition_point(counts, std::not_fn(takes_longer)) - counts.begin());

@@ -320,7 +320,7 @@ MUTANTS = [
     one(
         "a front waits for storage that stalls",
         BUILDER,
-        "if (r.front_slowness == 0) r.front_slowness = ",
+        "if (!r.front_slowness) r.front_slowness = ",
         "r.front_slowness = ",
     ),
     one(
@@ -973,13 +973,13 @@ MUTANTS = [
     one(
         "a request that was refused once holds others up at once",
         ROSTER,
-        "r.stuck_since_s = r.refused_since_s = -1;",
-        "r.stuck_since_s = -1;",
+        "r.stuck_since_s = r.refused_since_s = std::nullopt;",
+        "r.stuck_since_s = std::nullopt;",
     ),
     one(
         "who has waited for a slot has waited for room",
         SCHEDULER,
-        "        if (policy_.could_hold(*r)) r->stuck_since_s = -1;\n",
+        "        if (policy_.could_hold(*r)) r->stuck_since_s.reset();\n",
         "        if (policy_.could_hold(*r)) continue;\n",
     ),
     one(
