@@ -19,12 +19,12 @@ class ShortestFirst : public AdmissionOrder {
     bool interrupts_prompts() const override { return true; }
 };
 
-// By what is left to compute, or by arrival when it is the turn of the oldest. Requests of one lane have about the same
+// By what is left to compute, or by arrival when the oldest goes first. Requests of one lane have about the same
 // left, within a factor of two, so the one that arrived first goes first.
-class ShortestAndOldestInTurns : public AdmissionOrder {
+class ShortestAndOldestAlternately : public AdmissionOrder {
     int lane(const Request& r) const override { return lane_of(r.num_left()); }
     double urgency(const Request& r, const Moment& moment) const override {
-        return -(moment.is_turn_of_oldest ? static_cast<double>(r.arrival) : r.num_left());
+        return -(moment.is_oldest_first ? static_cast<double>(r.arrival) : r.num_left());
     }
     bool is_by_length() const override { return true; }
     bool interrupts_prompts() const override { return true; }
@@ -37,7 +37,7 @@ class EarliestDeadlineFirst : public AdmissionOrder {
 };
 
 // By response ratio, (wait + service) / service, where the service time is proportional to what is left to compute.
-// Lanes are those of ShortestAndOldestInTurns.
+// Lanes are those of ShortestAndOldestAlternately.
 class HighestRatioFirst : public AdmissionOrder {
     int lane(const Request& r) const override { return lane_of(r.num_left()); }
     double urgency(const Request& r, const Moment& moment) const override {
@@ -71,7 +71,7 @@ std::unique_ptr<const AdmissionOrder> make_order(SchedulingPolicy policy) {
         case SchedulingPolicy::kHrrn:
             return std::make_unique<HighestRatioFirst>();
         case SchedulingPolicy::kTurns:
-            return std::make_unique<ShortestAndOldestInTurns>();
+            return std::make_unique<ShortestAndOldestAlternately>();
         case SchedulingPolicy::kDeadline:
             return std::make_unique<EarliestDeadlineFirst>();
         case SchedulingPolicy::kFcfs:

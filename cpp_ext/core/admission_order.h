@@ -9,20 +9,21 @@
 
 namespace swiftkv {
 
-// The moment at which waiting requests are compared, and whose turn it is then under the policy `turns`.
+// The moment at which waiting requests are compared, and whether the oldest one goes first then under the policy
+// `turns`.
 struct Moment {
     double now_s;
-    bool is_turn_of_oldest = false;
+    bool is_oldest_first = false;
 };
 
 // Alternates between the request that has waited longest and the shortest ones, so that both get equally many tokens
 // computed. No request then waits much longer than twice its wait in order of arrival.
-class Turns {
+class Alternation {
   public:
     Moment at(double now_s) const { return {now_s, oldest_lack_tokens_ > 0}; }
     // Notes that a request with `num_tokens` tokens left to compute was admitted.
     void take(const Moment& moment, int num_tokens) {
-        oldest_lack_tokens_ += moment.is_turn_of_oldest ? -num_tokens : num_tokens;
+        oldest_lack_tokens_ += moment.is_oldest_first ? -num_tokens : num_tokens;
     }
 
   private:

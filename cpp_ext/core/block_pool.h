@@ -27,7 +27,7 @@ enum class BlockState : uint8_t {
 };
 inline constexpr int kNumBlockStates = 9;
 
-// The place of one KV group in a house. `house` is null if the group has all of its local blocks to itself.
+// The tenancy of one KV group in a house. `house` is null if the group has all of its local blocks to itself.
 struct Tenancy {
     House* house = nullptr;
     int group = 0;
@@ -90,7 +90,7 @@ class BlockPool {
     void add_ref(BlockId block);
     // Removes a holder. After the last one the block is cached (or leaving) if the prefix index knows it, else free.
     void drop_ref(BlockId block);
-    // Undoes the last add_ref(): a block that was cached gets back its place in the order of eviction. Several are
+    // Undoes the last add_ref(): a block that was cached gets back its position in the order of eviction. Several are
     // undone from the last to the first. Nothing else may have changed since.
     void undo_ref(BlockId block);
     // Removes a holder while steps in progress may still use the block: after the last one it is in flight until they
@@ -105,7 +105,7 @@ class BlockPool {
     bool is_busy(BlockId block) const { return record(block).busy_until > 0; }
     // Notes that the prefix index has forgotten a block, in whatever state that is.
     void forget(BlockId block);
-    // Puts `to`, just taken, in the place of `from` in the index and for its holders; the step that is being planned
+    // Puts `to`, just taken, instead of `from` in the index and for its holders; the step that is being planned
     // copies the bytes. A local `from` is free at once, because spills come first in a step; a borrowed one when the
     // step settles.
     void replace(BlockId from, BlockId to);

@@ -16,13 +16,16 @@ int at_most_int(int64_t count) {
 Demand::Demand(const KvCache& cache, const SchedulerLimits& limits)
     : cache_(cache), limits_(limits), waiting_blocks_(cache.num_groups()), peaks_(cache.num_groups()) {}
 
-template <class NumBlocks>
-int Demand::lendable_blocks(int g, NumBlocks&& num_blocks) const {
-    if (!cache_.shares_extents()) return at_most_int(num_blocks(g));
+std::vector<int> Demand::as_lent(std::span<const int64_t> wanted) const {
+    std::vector<int> counts(wanted.size(), 0);
+    if (!cache_.shares_extents()) {
+        std::ranges::transform(wanted, counts.begin(), at_most_int);
+        return counts;
+    }
     int64_t num_extents = 0;
-    for (int h = 0; g == 0 && h < cache_.num_groups(); ++h)
-        num_extents += extents_for(cache_.spec(h), at_most_int(num_blocks(h)));
-    return at_most_int(num_extents * cache_.spec(g).blocks_per_extent);
+    for (int g = 0; g < cache_.num_groups(); ++g) num_extents += extents_for(cache_.spec(g), at_most_int(wanted[g]));
+    counts[0] = at_most_int(num_extents * cache_.spec(0).blocks_per_extent);
+    return counts;
 }
 
 void Demand::add_waiting(const Request& r) {
@@ -34,14 +37,14 @@ void Demand::remove_waiting(const Request& r) {
 }
 
 void Demand::note(int num_running) {
-    for (int g = 0; g < cache_.num_groups(); ++g) peaks_[g] = of_group(g, num_running);
+    peaks_ = now(num_running);
 }
 
 void Demand::note_length(const Request& r) {
-    for (int g = 0; g < cache_.num_groups(); ++g) {
-        const int wanted = lendable_blocks(g, [&](int h) { return blocks_wanted(r, h); });
-        peaks_[g].longest = std::max(peaks_[g].longest, wanted);
-    }
+    std::vector<int64_t> wanted;
+    for (int g = 0; g < cache_.num_groups(); ++g) wanted.push_back(blocks_wanted(r, g));
+    const std::vector<int> lent = as_lent(wanted);
+    for (int g = 0; g < cache_.num_groups(); ++g) peaks_[g].longest = std::max(peaks_[g].longest, lent[g]);
 }
 
 std::vector<GroupDemand> Demand::take(int num_running) {
@@ -50,9 +53,10 @@ std::vector<GroupDemand> Demand::take(int num_running) {
 }
 
 bool Demand::is_short(int num_running) const {
-    for (int g = 0; g < cache_.num_groups(); ++g)
-        if (cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0 && of_group(g, num_running).shortfall > 0)
-            return true;
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const bool is_lending = cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0;
+        if (is_lending && now(num_running)[g].shortfall > 0) return true;
+    }
     return false;
 }
 
@@ -61,18 +65,23 @@ int Demand::blocks_wanted(const Request& r, int g) const {
     return std::min(whole, limits_.most_blocks_of_one_sequence(cache_.spec(g)));
 }
 
-GroupDemand Demand::of_group(int g, int num_running) const {
-    const int total = lendable_blocks(g, [&](int h) {
-        const BlockPool& pool = cache_.pool(h);
-        const int used =
-            pool.count(Place::kLocal, BlockState::kUsed) + pool.count(Place::kLocal, BlockState::kInFlight);
-        return used + waiting_blocks_[h] + num_running;
-    });
-    const int capacity = cache_.num_home_blocks(g) + cache_.pool(g).num_held();
-    return {.total_peak = std::max(peaks_[g].total_peak, total),
-            .longest = peaks_[g].longest,
-            .total_now = total,
-            .shortfall = std::max(0, total - capacity)};
+std::vector<GroupDemand> Demand::now(int num_running) const {
+    std::vector<int64_t> wanted = waiting_blocks_;
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const BlockPool& pool = cache_.pool(g);
+        wanted[g] += pool.count(Place::kLocal, BlockState::kUsed) + pool.count(Place::kLocal, BlockState::kInFlight);
+        wanted[g] += num_running;
+    }
+    const std::vector<int> totals = as_lent(wanted);
+    std::vector<GroupDemand> demand;
+    for (int g = 0; g < cache_.num_groups(); ++g) {
+        const int capacity = cache_.num_home_blocks(g) + cache_.pool(g).num_held();
+        demand.push_back({.total_peak = std::max(peaks_[g].total_peak, totals[g]),
+                          .longest = peaks_[g].longest,
+                          .total_now = totals[g],
+                          .shortfall = std::max(0, totals[g] - capacity)});
+    }
+    return demand;
 }
 
 }  // namespace swiftkv

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "../common/check.h"
@@ -37,11 +38,11 @@ class Demand {
   private:
     // The number of blocks for the tokens that a request has, and one more for it to grow into.
     int blocks_wanted(const Request& request, int group) const;
-    // Returns the number of blocks that a lender counts for a group if each group wants num_blocks(group). Requests may
-    // want more than an int can count: then it is the largest int.
-    template <class NumBlocks>
-    int lendable_blocks(int group, NumBlocks&& num_blocks) const;
-    GroupDemand of_group(int group, int num_running) const;
+    // Returns the blocks that a lender counts for each group if the groups want these. Requests may want more than an
+    // int can count: then it is the largest int.
+    std::vector<int> as_lent(std::span<const int64_t> wanted) const;
+    // Returns the demand of every group, with the peaks that it reaches now.
+    std::vector<GroupDemand> now(int num_running) const;
 
     const KvCache& cache_;
     const SchedulerLimits& limits_;

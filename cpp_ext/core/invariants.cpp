@@ -167,7 +167,7 @@ void PrefixIndex::check() const {
 void KvCache::check(std::span<const BlockTable* const> tables,
                     std::span<const std::vector<BlockKey>* const> keys) const {
     for (int g = 0; g < num_groups(); ++g) {
-        const Group& group = groups_[g];
+        const KvGroup& group = groups_[g];
         std::vector<int> refs(group.pool.num_ids(), 0);
         for (const BlockTable* table : tables)
             for (int32_t entry : table->groups[g].entries)
@@ -182,7 +182,7 @@ void KvCache::check(std::span<const BlockTable* const> tables,
     }
     for (size_t i = 0; i < tables.size(); ++i) check_table(*tables[i], *keys[i]);
 
-    if (house_) house_->check();
+    if (division_.is_shared()) division_.house()->check();
     index_.check();
     std::vector<int> indexed(groups_.size(), 0);
     index_.for_each([&](NodeId node) {

@@ -45,16 +45,14 @@ void extend_keys(std::vector<BlockKey>& keys, const Hash& root, std::span<const 
 KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
                  const std::vector<Link>& borrow_links, int extents_for_windows)
     : block_size_(block_size),
-      extents_for_windows_(extents_for_windows),
+      division_(groups, groups_, !borrow_links.empty(), extents_for_windows),
       index_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)),
       boundaries_(tails_of(groups, block_size)),
       offers_(static_cast<int>(groups.size()), count_blocks(groups, borrow_links)) {
     for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
         const GroupSpec& spec = groups[g];
-        if (spec.blocks_per_extent > 0 && !house_)
-            house_ = std::make_unique<House>(spec.num_blocks / spec.blocks_per_extent);
         BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g),
-                       {house_.get(), g, spec.blocks_per_extent});
+                       {division_.house(), g, spec.blocks_per_extent});
         const int num_tail = spec.window == 0 ? 0 : tail_blocks(spec, block_size);
         groups_.push_back({spec, num_tail, std::move(pool), {}});
         has_full_attention_ |= spec.window == 0;
@@ -118,7 +116,7 @@ int KvCache::acquire_local_prefix(BlockTable& table, std::span<const BlockKey> k
 // Gives the table the first `length` blocks of the match, whose nodes are in `path_`.
 void KvCache::hold_match(BlockTable& table, int length) {
     for (int g = 0; g < num_groups(); ++g) {
-        Group& group = groups_[g];
+        KvGroup& group = groups_[g];
         BlockTable::Group& held = table.groups[g];
         held.first = first_of_match(g, length);
         held.entries.assign(length, kNoBlock);
@@ -151,7 +149,7 @@ int KvCache::count_known(std::span<const BlockKey> keys, int before) const {
 
 bool KvCache::has_loading() const {
     return std::any_of(groups_.begin(), groups_.end(),
-                       [](const Group& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; });
+                       [](const KvGroup& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; });
 }
 
 bool KvCache::is_loading(std::span<const BlockKey> keys) const {
@@ -159,7 +157,7 @@ bool KvCache::is_loading(std::span<const BlockKey> keys) const {
     std::vector<NodeId> path;
     const int length = match(keys, path).length;
     for (int g = 0; g < num_groups(); ++g) {
-        const Group& group = groups_[g];
+        const KvGroup& group = groups_[g];
         for (int i = first_of_match(g, length); i < length; ++i)
             if (group.pool.state(index_.block(path[i], g)) == BlockState::kLoading) return true;
     }
@@ -181,7 +179,7 @@ std::vector<int32_t> KvCache::borrowed_blocks(const BlockTable& table) const {
 
 bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, Spare spare) {
     if (short_group(table, chunk_end, prompt_end, spare) != kNone) return false;
-    if (house_) {
+    if (division_.is_shared()) {
         extend_in_house(table, missing_blocks(table, chunk_end, prompt_end), spare);
         return true;
     }
@@ -207,7 +205,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, Spare spa
 bool KvCache::make_local_room(int g) {
     BlockPool& pool = groups_[g].pool;
     if (pool.num_free(Place::kLocal) > 0) return true;
-    if (house_) return make_room_in_house(g);
+    if (division_.is_shared()) return make_room_in_house(g);
     const BlockId cached = pool.oldest_cached(Place::kLocal);
     if (cached == kNone) return false;
     demote(g, cached);
@@ -243,7 +241,7 @@ bool KvCache::is_wanted_below(int g, BlockId cached) const {
 // Moves a cached local block to a place further down, where less recently used blocks make room for it. Forgets it if
 // there is no such place, or no boundary needs it.
 void KvCache::demote(int g, BlockId cached) {
-    Group& group = groups_[g];
+    KvGroup& group = groups_[g];
     const BlockId to = is_wanted_below(g, cached) ? take_below(g, Place::kLocal) : kNone;
     if (to == kNone) {
         evict(g, cached);
@@ -257,7 +255,7 @@ void KvCache::demote(int g, BlockId cached) {
 
 // Moves a borrowed block, cached or used, to a local one.
 BlockId KvCache::move_in(int g, BlockId borrowed) {
-    Group& group = groups_[g];
+    KvGroup& group = groups_[g];
     const BlockId to = take_local(g);
     if (to == kNone) return kNone;
     if (const NodeId node = group.pool.node(borrowed); node != kNone) point_to(node, g, to);
@@ -290,9 +288,10 @@ void KvCache::promote_while(BlockTable& table, int g, int& max_blocks, MayGoOn&&
 void KvCache::promote(BlockTable& table, int spare, int max_blocks) {
     if (!can_borrow()) return;
     // Blocks that cannot be staged go first: the room that was counted for them may lie in any group.
-    for (int g = 0; house_ && g < num_groups(); ++g)
+    for (int g = 0; division_.is_shared() && g < num_groups(); ++g)
         promote_while(table, g, max_blocks, [&] { return overdraft(g) > 0; });
-    for (int g = 0; g < num_groups(); ++g) promote_while(table, g, max_blocks, [&] { return may_promote(g, spare); });
+    for (int g = 0; g < num_groups(); ++g)
+        promote_while(table, g, max_blocks, [&] { return division_.obtainable(g) > spare; });
 }
 
 void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_blocks, std::span<const TokenId> tokens,
@@ -310,14 +309,12 @@ void KvCache::commit(BlockTable& table, std::span<const BlockKey> keys, int num_
 }
 
 std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
-    const auto has_room = [](const Group& group) { return group.pool.num_free(Place::kLocal) > 0; };
     std::vector<int> wanted(groups_.size(), 1);
-    const bool is_room = house_ ? has_free_extents(wanted) : std::all_of(groups_.begin(), groups_.end(), has_room);
-    if (index_.find(key) != kNone || !is_room) return {};
+    if (index_.find(key) != kNone || !division_.fits(wanted, Means::kNone)) return {};
     const NodeId node = index_.find_or_insert(key);
     std::vector<BlockId> blocks;
     for (int g = 0; g < num_groups(); ++g) {
-        if (house_) free_one(g, wanted);
+        free_one(g, wanted);
         --wanted[g];
         blocks.push_back(groups_[g].pool.start_loading());
         groups_[g].pool.set_node(blocks[g], node);

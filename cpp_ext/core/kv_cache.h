@@ -1,18 +1,28 @@
 // The KV blocks of one engine: a pool per KV group, the prefix index over them, and the tables of the running requests.
 // The file has more than 400 lines because it is one class: all of its parts see every block that one of them moves.
+// Its functions are in these files:
+//   kv_cache.cpp           matches prompts, takes and moves blocks, commits them, and loads blocks from lower places
+//   kv_cache_room.cpp      counts the room for blocks
+//   kv_cache_house.cpp     hands extents that groups share from one group to another
+//   kv_cache_staging.cpp   sizes the layer-stream cache
+//   kv_cache_lending.cpp   lends, borrows, and empties recalled extents
+//   kv_cache_release.cpp   lets go of blocks; begins and settles steps
+//   kv_cache_keep.cpp      keeps boundaries, and evicts blocks
+//   kv_cache_storage.cpp   offers blocks to storage, and loads blocks from there
+//   kv_cache_events.cpp    reports changes of the prefix index
+//   invariants.cpp         checks all of it
 #pragma once
 
-#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include "block_pool.h"
 #include "boundaries.h"
+#include "division.h"
 #include "evictions.h"
-#include "house.h"
 #include "kv_events.h"
+#include "kv_group.h"
 #include "offers.h"
 #include "prefix_index.h"
 #include "types.h"
@@ -39,16 +49,6 @@ struct PrefixMatch {
     int num_known;  // the prefix up to the last block with a node in the index, whether it can be used or not
 };
 
-// A whole block that a step copies, layer by layer.
-struct BlockCopy {
-    BlockId borrowed, local;
-};
-
-// A whole block that a step moves from one extent to another, through the layer-stream cache.
-struct BlockMove {
-    BlockId from, to;
-};
-
 // A block that goes down to storage. Its bytes lie in our pool, or in the pool of a link's lender.
 struct StoredBlock {
     BlockKey key;
@@ -57,7 +57,7 @@ struct StoredBlock {
     int64_t offset_bytes;
 };
 
-// A block that comes up from storage, and the place in the pool for its bytes.
+// A block that comes up from storage, and the local block for its bytes.
 struct LoadingBlock {
     int index;  // the index of its key among the prompt's keys
     int group;
@@ -85,7 +85,7 @@ struct LoadedBlock {
     BlockId block;
 };
 
-// A whole local block that a step copies to another place in the pool, before anything else.
+// A whole local block that a step copies to another local block, before anything else.
 struct LocalMove {
     int group;
     BlockId from, to;
@@ -114,13 +114,15 @@ class KvCache {
     // `extents_for_windows`: the number of shared extents that never stage borrowed blocks.
     KvCache(std::vector<GroupSpec> groups, int block_size, const std::vector<Link>& lend_links,
             const std::vector<Link>& borrow_links, int extents_for_windows = 0);
+    KvCache(const KvCache&) = delete;
+    KvCache& operator=(const KvCache&) = delete;
 
     int num_groups() const { return static_cast<int>(groups_.size()); }
     const GroupSpec& spec(int group) const { return groups_[group].spec; }
     int block_size() const { return block_size_; }
     bool has_windows() const { return has_windows_; }
     bool has_full_attention() const { return has_full_attention_; }
-    bool shares_extents() const { return house_ != nullptr; }
+    bool shares_extents() const { return division_.is_shared(); }
     bool can_borrow() const { return !borrow_links_.empty(); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
@@ -200,7 +202,7 @@ class KvCache {
     void trim(BlockTable& table, int num_tokens);
     void release(BlockTable& table);
     // Undoes acquire_prefix() for a request that finds no room. Unless groups share extents, its blocks get back their
-    // places in the order of eviction.
+    // positions in the order of eviction.
     void put_back(BlockTable& table);
     // Releases a table while steps may still use its blocks, which stay as they are until these steps settle.
     void retire(BlockTable& table);
@@ -218,17 +220,12 @@ class KvCache {
     // Whether one sequence could now have num_blocks(group) blocks of each group if it were alone.
     template <class NumBlocks>
     bool could_hold(NumBlocks&& num_blocks) const {
-        std::vector<int> counts;
-        for (int g = 0; g < num_groups(); ++g) counts.push_back(num_blocks(g));
-        if (house_) return could_hold_in_house(counts);
-        for (int g = 0; g < num_groups(); ++g)
-            if (counts[g] > most_of_one_sequence(g)) return false;
-        return true;
+        std::vector<int> local;
+        for (int g = 0; g < num_groups(); ++g) local.push_back(std::max(0, num_blocks(g) - most_streamed(g)));
+        return division_.fits_alone(local);
     }
     // The number of the group's local blocks that are not lent; if groups share extents, the number that it could have.
-    int num_home_blocks(int group) const;
-    // The number of shared extents that are not lent.
-    int num_home_extents() const { return num_home_blocks(0) / groups_[0].spec.blocks_per_extent; }
+    int num_home_blocks(int group) const { return division_.num_home_blocks(group); }
     // Resize the layer-stream cache to the blocks that are borrowed (paper Eqs. 4 and 5), one whole block at a time, as
     // far as the borrowed blocks in use and the room in the pool allow. It does not grow while extents drain, because
     // draining needs the same room.
@@ -253,7 +250,7 @@ class KvCache {
     // `tables`: the tables of all requests that hold blocks.
     bool drain(std::span<BlockTable* const> tables);
     // Drops the moves between extents whose blocks have lost their holders while the step was planned. Such a block is
-    // not worth a place in the layer-stream cache.
+    // not worth a layer block of the layer-stream cache.
     void forget_idle_moves();
     // Whether a block lies in a lost extent, or was to be copied from one.
     bool is_lost(int group, BlockId block) const;
@@ -326,20 +323,6 @@ class KvCache {
         int group;
         int index;  // among the links of that group
     };
-    struct Group {
-        GroupSpec spec;
-        int num_tail;  // of a window group: the number of blocks before a match's end that must be resident
-        BlockPool pool;
-        std::vector<int> borrow_links;      // the engine's numbers of the pool's links
-        std::vector<BlockId> staging = {};  // the blocks of the layer-stream cache
-        int num_fresh = 0;          // how many of the last ones cannot stage yet: this step still spills their bytes
-        int64_t num_unfreshed = 0;  // counts blocks that have ceased to be fresh
-        std::vector<BlockCopy> spills = {};        // local to borrowed
-        std::vector<BlockCopy> moves_in = {};      // borrowed to local
-        std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
-        std::vector<BlockId> missing = {};         // ascending: targets of moves whose source was lost meanwhile
-        std::vector<int> num_gone = {};            // scratch of releases_needed(), by block: 0 before and after it
-    };
     static const LinkOfGroup& find_link(const std::vector<LinkOfGroup>& links, int link, const char* kind);
     // `is_there(group, block)` returns whether a block that the index has may be used.
     template <class IsThere>
@@ -353,59 +336,35 @@ class KvCache {
     bool has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
                        int spare) const;
     int lacking(int group, int needed, int spare, Gain gain) const;
-    bool is_short(int group, int needed, int spare, Gain gain) const { return lacking(group, needed, spare, gain) > 0; }
-    int available(int group, Gain gain = {}) const;
-    // ---- a house: extents that groups share; in kv_cache_house.cpp ----
+    int available(int group) const;
+    // ---- extents that groups share; in kv_cache_house.cpp ----
     std::vector<int> missing_blocks(const BlockTable& table, int chunk_end, int prompt_end) const;
     std::vector<int> wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const;
     int wanted_of(int group, int needed, int spare, int staged, Gain gain) const;
+    int fewest_wanted(int group, int needed, int spare, Gain gain) const;
     Portions portions(std::span<const int> needed, Spare spare) const;
     void extend_in_house(BlockTable& table, std::span<const int> needed, Spare spare);
-    int missing_extents(std::span<const int> wanted) const;
-    int spare_extents(std::span<const int> wanted, bool is_compacted) const;
-    bool has_free_extents(std::span<const int> wanted) const;
-    int cheapest_donor(int group, std::span<const int> wanted) const;
-    bool goes_before(int group, BlockId cached, int other_group, BlockId other) const;
     void enter_missing(std::span<const int> needed, std::span<const int> wanted);
     BlockId find_free(int group, std::span<const int> wanted);
     void enter_if_full(int group);
     void free_one(int group, std::span<const int> wanted);
     bool make_room_in_house(int group);
-    bool may_promote(int group, int spare) const;
     template <class MayGoOn>
     void promote_while(BlockTable& table, int group, int& max_blocks, MayGoOn&& may_go_on);
-    int staging_extents_of(int group) const;
-    bool fits_house(std::span<const int> num_blocks) const;
-    int spare_for_histories(std::span<const int> wanted, bool is_compacted) const;
-    int num_left_for_histories() const;
-    bool borrows() const;
-    bool could_hold_in_house(std::span<const int> num_blocks) const;
-    bool may_grow(int group) const;
-    int num_extents_to_take(int group) const;
-    bool may_take_from(int group, int other) const;
-    bool can_stage_more(int group) const;
-    void make_room_for_windows();
+    int most_streamed(int group) const;
+    bool stage_more(int group);
     bool stage_block(int group);
     bool stage_extent(int group);
     ExtentId empty_for_staging(int group);
     void empty_oldest(int group);
     void empty(int group, ExtentId extent);
-    std::pair<int, ExtentId> extent_to_compact(std::span<const int> wanted) const;
     void move_out(int group, ExtentId extent, std::span<BlockTable* const> tables);
-    struct Cached {
-        int group;
-        BlockId block;
-    };
-    std::optional<Cached> last_to_go(ExtentId first, int num_extents) const;
-    std::vector<int> lendable_of_house(int lend_link, int max_extents, bool or_cached) const;
     void claim(int group, BlockId first, int num_blocks);
     int missing(const BlockTable& table, int group, int chunk_end, int prompt_end) const;
     int first_of_match(int group, int length) const;
     int available_staged(int group, Gain gain) const;
     int num_unstaged(int group) const;  // how many more borrowed blocks can be staged; < 0: too many are in use
     int overdraft(int group, Gain gain = {}) const;
-    int staging_target(int group) const;
-    int most_of_one_sequence(int group) const;
     // All of these return kNone, or false, with nothing changed, if there is no room.
     bool make_local_room(int group);
     BlockId take_local(int group);
@@ -449,8 +408,6 @@ class KvCache {
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
     std::vector<LoadingBlock> missing_from(std::span<const BlockKey> keys, int first) const;
     void hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
-    bool fits_pool(std::span<const int> num_blocks) const;
-    bool has_room_to_load(std::span<const int> wanted, bool may_evict) const;
     bool is_known_to_lack_room(std::span<const int> wanted, std::span<const std::span<const BlockKey>> kept) const;
     int64_t num_moves() const;
     void load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted);
@@ -466,9 +423,8 @@ class KvCache {
     void check_boundaries() const;
 
     int block_size_;
-    int extents_for_windows_;
-    std::unique_ptr<House> house_;  // null: every group has its blocks to itself
-    std::vector<Group> groups_;
+    Division division_;
+    std::vector<KvGroup> groups_;
     std::vector<LocalMove> local_moves_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
     bool has_full_attention_ = false, has_windows_ = false;

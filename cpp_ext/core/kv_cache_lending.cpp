@@ -24,11 +24,10 @@ std::vector<int> KvCache::lend(int lend_link, int max_extents, bool or_cached) {
     const auto [g, link] = find_link(lend_links_, lend_link, "lend");
     BlockPool& pool = groups_[g].pool;
     if (max_extents < 0) throw std::invalid_argument("max_extents must not be negative");
-    const std::vector<int> extents =
-        house_ ? lendable_of_house(lend_link, max_extents, or_cached) : pool.lendable(link, max_extents, or_cached);
+    const std::vector<int> extents = division_.lendable(g, link, max_extents, or_cached);
     for (int extent : extents) {
         const BlockId first = pool.first_block(link, extent);
-        if (house_) claim(g, first, pool.blocks_per_extent(link));
+        claim(g, first, pool.blocks_per_extent(link));
         for (BlockId b = first; b < first + pool.blocks_per_extent(link); ++b)
             if (pool.state(b) == BlockState::kCached) evict(g, b);
         pool.lend(link, extent);
@@ -88,7 +87,7 @@ void KvCache::lose_link(LinkOfGroup lost) noexcept {
 }
 
 bool KvCache::is_draining() const {
-    return std::any_of(groups_.begin(), groups_.end(), [](const Group& group) { return group.pool.is_draining(); });
+    return std::any_of(groups_.begin(), groups_.end(), [](const KvGroup& group) { return group.pool.is_draining(); });
 }
 
 std::vector<BlockId> KvCache::leaving(int g, BlockState state) const {
@@ -107,7 +106,7 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
     for (int g = 0; g < num_groups(); ++g) used.push_back(leaving(g, BlockState::kUsed));
     const std::optional<Portions> room = portions_of_drain(used);
     if (!room) return false;
-    if (house_) enter_missing(room->local, room->wanted);
+    enter_missing(room->local, room->wanted);
     for (int g = 0; g < num_groups(); ++g) {
         drain_cached(g, leaving(g, BlockState::kLeaving), room->local[g]);
         drain_used(g, used[g], room->staged[g], tables);
@@ -118,22 +117,21 @@ bool KvCache::drain(std::span<BlockTable* const> tables) {
 // Decides where the used blocks of recalled extents go: as many as fit go to the pool. Returns nullopt if there is no
 // room for all.
 std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<BlockId>> used) const {
+    const bool is_shared = division_.is_shared();
     Portions room;
-    std::vector<int> most_staged;
+    for (const std::vector<BlockId>& blocks : used) room.local.push_back(static_cast<int>(blocks.size()));
+    room.staged.assign(groups_.size(), 0);
     for (int g = 0; g < num_groups(); ++g) {
+        if (is_shared && division_.fits(room.local, Means::kEviction)) break;
         const BlockPool& pool = groups_[g].pool;
-        const int num_used = static_cast<int>(used[g].size());
+        const int num_used = room.local[g];
         const int elsewhere = std::min(num_unstaged(g) + num_used, pool.available_below(Place::kLocal));
-        if (!house_ && num_used > pool.available(Place::kLocal) + elsewhere) return {};
-        most_staged.push_back(std::clamp(elsewhere, 0, num_used));
-        room.staged.push_back(house_ ? 0 : std::max(0, num_used - pool.available(Place::kLocal)));
-        room.local.push_back(num_used - room.staged[g]);
-    }
-    for (int g = 0; house_ && g < num_groups() && spare_extents(room.local, false) < 0; ++g) {
-        room.staged[g] = most_staged[g];
+        if (!is_shared && num_used > pool.available(Place::kLocal) + elsewhere) return {};
+        room.staged[g] =
+            is_shared ? std::clamp(elsewhere, 0, num_used) : std::max(0, num_used - pool.available(Place::kLocal));
         room.local[g] -= room.staged[g];
     }
-    if (house_ && spare_extents(room.local, false) < 0) return {};
+    if (!division_.fits(room.local, Means::kEviction)) return {};
     room.wanted = room.local;
     return room;
 }
@@ -168,7 +166,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, int num_across
 
 // Moves a used block from one extent to another, through the layer-stream cache, as if the step had written it.
 BlockId KvCache::move_across(int g, BlockId block) {
-    Group& group = groups_[g];
+    KvGroup& group = groups_[g];
     const BlockId to = take_below(g, Place::kLocal);
     if (to == kNone) return kNone;
     if (const NodeId node = group.pool.node(block); node != kNone) point_to(node, g, to);
@@ -205,7 +203,7 @@ bool KvCache::holds_lost(const BlockTable& table) const {
 std::vector<std::pair<int, BlockId>> KvCache::arrivals(const BlockTable& table, int num_blocks) const {
     std::vector<std::pair<int, BlockId>> arrivals;
     for (int g = 0; g < num_groups(); ++g) {
-        const Group& group = groups_[g];
+        const KvGroup& group = groups_[g];
         if (group.moves_in.empty() && group.pool.count_staged(BlockState::kUsed) == 0) continue;
         for (int i = table.groups[g].first; i < num_blocks; ++i) {
             const BlockId block = block_of(g, table.groups[g].entries[i]);
@@ -216,7 +214,7 @@ std::vector<std::pair<int, BlockId>> KvCache::arrivals(const BlockTable& table, 
 }
 
 BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {
-    const Group& group = groups_[g];
+    const KvGroup& group = groups_[g];
     const int64_t block_bytes = group.spec.layer_block_bytes * group.spec.num_layers;
     BlockPool::Location location = group.pool.locate(borrowed, block_bytes);
     location.link = group.borrow_links[location.link];
@@ -224,7 +222,7 @@ BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {
 }
 
 bool KvCache::has_copies() const {
-    return std::any_of(groups_.begin(), groups_.end(), [](const Group& group) {
+    return std::any_of(groups_.begin(), groups_.end(), [](const KvGroup& group) {
         return !group.spills.empty() || !group.moves_in.empty() || !group.moves_across.empty();
     });
 }

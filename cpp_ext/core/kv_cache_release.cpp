@@ -48,7 +48,7 @@ void KvCache::release(BlockTable& table) {
 }
 
 void KvCache::put_back(BlockTable& table) {
-    if (house_) return release(table);  // making room may have changed the order of eviction
+    if (division_.is_shared()) return release(table);  // making room may have changed the order of eviction
     for (int g = 0; g < num_groups(); ++g) {
         BlockTable::Group& held = table.groups[g];
         for (int i = static_cast<int>(held.entries.size()) - 1; i >= held.first; --i)
@@ -78,19 +78,19 @@ void KvCache::retire(BlockTable& table) {
 void KvCache::begin_step() {
     ++num_steps_;
     local_moves_.clear();  // the previous step has its moves in its plan
-    for (Group& group : groups_) group.pool.begin_step();
+    for (KvGroup& group : groups_) group.pool.begin_step();
 }
 
 void KvCache::cancel_step() {
     ensure(!has_copies() && num_steps_ > 0, "a step that is given up was begun, and copies nothing");
     --num_steps_;
-    for (Group& group : groups_) group.pool.cancel_step();
+    for (KvGroup& group : groups_) group.pool.cancel_step();
 }
 
 void KvCache::settle() {
     ensure(num_steps_ > 0, "a step that settles was begun");
     --num_steps_;
-    for (Group& group : groups_) {
+    for (KvGroup& group : groups_) {
         group.pool.settle();
         if (num_steps_ > 0) continue;  // the copies belong to the next step
         group.num_unfreshed += group.num_fresh;

@@ -13,19 +13,43 @@ int KvCache::missing(const BlockTable& table, int g, int chunk_end, int prompt_e
 }
 
 int KvCache::short_group(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
-    if (house_) return spare_extents(wanted_blocks(table, chunk_end, prompt_end, spare), false) < 0 ? 0 : kNone;
-    for (int g = 0; g < num_groups(); ++g) {
-        if (is_short(g, missing(table, g, chunk_end, prompt_end), spare.of(spec(g)), {})) return g;
-    }
+    if (division_.is_shared())
+        return division_.fits(wanted_blocks(table, chunk_end, prompt_end, spare), Means::kEviction) ? kNone : 0;
+    for (int g = 0; g < num_groups(); ++g)
+        if (lacking(g, missing(table, g, chunk_end, prompt_end), spare.of(spec(g)), {}) > 0) return g;
     return kNone;
 }
 
-// Returns the number of blocks that a group has too few.
+// Returns the number of local blocks that a group has too few to get the needed ones.
 int KvCache::lacking(int g, int needed, int spare, Gain gain) const {
-    if (needed <= 0 && !can_borrow()) return 0;
+    const int wanted = fewest_wanted(g, std::max(0, needed), spare, gain);
+    return wanted == 0 ? 0 : std::max(0, wanted - gain.local - groups_[g].pool.available(Place::kLocal));
+}
+
+std::vector<int> KvCache::missing_blocks(const BlockTable& table, int chunk_end, int prompt_end) const {
+    std::vector<int> needed;
+    for (int g = 0; g < num_groups(); ++g) needed.push_back(std::max(0, missing(table, g, chunk_end, prompt_end)));
+    return needed;
+}
+
+// Returns the number of local blocks that a group wants if `staged` of the `needed` ones lie further down. Spare blocks
+// that could be staged need not stay available here.
+int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) const {
     const int over = overdraft(g, gain);
-    if (needed <= 0 && over <= 0) return 0;
-    return std::max(0, std::max(0, needed) + spare + over - available(g, gain));
+    if (needed == 0 && over == 0) return 0;
+    return needed - staged + over + std::max(0, spare - (available_staged(g, gain) - staged));
+}
+
+// Returns the fewest local blocks that a group wants: as many as possible lie further down.
+int KvCache::fewest_wanted(int g, int needed, int spare, Gain gain) const {
+    if (needed == 0 && overdraft(g, gain) == 0) return 0;
+    return wanted_of(g, needed, spare, std::min(needed, available_staged(g, gain)), gain);
+}
+
+std::vector<int> KvCache::wanted_blocks(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
+    std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
+    for (int g = 0; g < num_groups(); ++g) wanted[g] = fewest_wanted(g, wanted[g], spare.of(spec(g)), {});
+    return wanted;
 }
 
 int KvCache::releases_needed(const BlockTable& table, int chunk_end, int prompt_end, int spare,
@@ -69,7 +93,7 @@ std::vector<Gain> KvCache::most_gains(std::span<const BlockTable* const> tables)
 bool KvCache::is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const {
     if (!has_loading()) return false;
     std::vector<Gain> gains;
-    for (const Group& group : groups_)
+    for (const KvGroup& group : groups_)
         gains.push_back({.local = group.pool.count(Place::kLocal, BlockState::kLoading)});
     return has_room_with(gains, table, chunk_end, prompt_end, 0);
 }
@@ -96,22 +120,14 @@ Gain KvCache::gain_of(int g, const BlockTable& table) {
 
 bool KvCache::has_room_with(std::span<const Gain> gains, const BlockTable& table, int chunk_end, int prompt_end,
                             int spare) const {
-    if (house_) {
-        std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
-        for (int g = 0; g < num_groups(); ++g) {
-            const int staged = std::min(wanted[g], available_staged(g, gains[g]));
-            wanted[g] = wanted_of(g, wanted[g], spare, staged, gains[g]) - gains[g].local;
-        }
-        return spare_extents(wanted, true) >= 0;
-    }
-    for (int g = 0; g < num_groups(); ++g)
-        if (is_short(g, missing(table, g, chunk_end, prompt_end), spare, gains[g])) return false;
-    return true;
+    std::vector<int> wanted = missing_blocks(table, chunk_end, prompt_end);
+    for (int g = 0; g < num_groups(); ++g) wanted[g] = fewest_wanted(g, wanted[g], spare, gains[g]) - gains[g].local;
+    return division_.fits(wanted, Means::kCompaction);
 }
 
 int KvCache::window_room_end(const BlockTable& table, int chunk_end, int prompt_end, Spare spare) const {
     int num_blocks = ceil_div(chunk_end, block_size_);
-    if (house_) {
+    if (division_.is_shared()) {
         const auto is_short = [&](int blocks) {
             return short_group(table, blocks * block_size_, prompt_end, spare) != kNone;
         };
@@ -141,7 +157,8 @@ int KvCache::capacity(const BlockTable& table) const {
 }
 
 bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const {
-    if (house_) return has_free_extents(wanted_blocks(table, num_tokens, num_tokens, {spare}));
+    if (division_.is_shared())
+        return division_.fits(wanted_blocks(table, num_tokens, num_tokens, {spare}), Means::kNone);
     for (int g = 0; g < num_groups(); ++g) {
         const int missing = ceil_div(num_tokens, block_size_) - static_cast<int>(table.groups[g].entries.size());
         if (missing > 0 && groups_[g].pool.num_free(Place::kLocal) < missing + spare) return false;
@@ -151,7 +168,7 @@ bool KvCache::has_free(const BlockTable& table, int num_tokens, int spare) const
 
 int64_t KvCache::room_version(int group) const {
     // All terms only grow, so their sum changes whenever one of them does.
-    if (house_) group = kNone;  // another group can take what one lets go
+    if (division_.is_shared()) group = kNone;  // another group can take what one lets go
     int64_t version = group == kNone || groups_[group].spec.window > 0 ? num_window_losses_ : 0;
     for (int g = 0; g < num_groups(); ++g)
         if (group == kNone || group == g) version += groups_[g].pool.num_room_changes() + groups_[g].num_unfreshed;
@@ -162,13 +179,13 @@ int64_t KvCache::room_version(int group) const {
 // It is not known so exactly where an extent changes hands, or a shorter match needs fewer blocks of a window.
 int KvCache::least_growth(int g, const BlockTable& table, int chunk_end, int prompt_end, int spare,
                           std::span<const BlockTable* const> leaving) const {
-    if (house_ || spec(g).window > 0) return leaving.empty();
+    if (division_.is_shared() || spec(g).window > 0) return leaving.empty();
     const int blocks = lacking(g, missing(table, g, chunk_end, prompt_end), spare, most_gains(leaving)[g]);
     return can_borrow() ? ceil_div(blocks, spec(g).num_layers) : blocks;
 }
 
-int KvCache::available(int g, Gain gain) const {
-    return groups_[g].pool.available(Place::kLocal) + gain.local + available_staged(g, gain);
+int KvCache::available(int g) const {
+    return groups_[g].pool.available(Place::kLocal) + available_staged(g, {});
 }
 
 // Returns the number of available blocks further down that could be staged: others are of no use.

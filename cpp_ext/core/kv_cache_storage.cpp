@@ -21,7 +21,7 @@ constexpr int kNumPartsOfPool = 4;
 
 void KvCache::set_write_policy(WritePolicy policy) {
     offers_.set_policy(policy);
-    for (Group& group : groups_) group.pool.forget_seen();
+    for (KvGroup& group : groups_) group.pool.forget_seen();
     if (policy == WritePolicy::kWriteThrough) offer_all();
 }
 
@@ -60,8 +60,7 @@ void KvCache::offer_next_to_go(int max_blocks) {
 // is < 0.
 int KvCache::num_near_eviction(int g) const {
     const BlockPool& pool = groups_[g].pool;
-    int num_free = pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);
-    if (house_) num_free += num_extents_to_take(g) * pool.house_extent_blocks();
+    const int num_free = pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal) + division_.unclaimed(g);
     return (num_home_blocks(g) + pool.num_held()) / kNumPartsOfPool - num_free;
 }
 
@@ -194,24 +193,16 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
         const int longer = static_cast<int>(i) + 1;
         for (int g = 0; g < num_groups(); ++g) {
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
-            if (groups_[g].spec.window > 0)
-                needed[g] = longer - first_of_match(g, longer);
+            if (groups_[g].spec.window > 0)  // a group that shares no extents has room for its tail
+                needed[g] = division_.is_shared() ? longer - first_of_match(g, longer) : 0;
             else if (block == kNone || is_local(g, block))
                 ++needed[g];
         }
-        if (!fits_pool(needed)) return false;
+        if (!division_.fits_alone(needed)) return false;
         length = longer;
         return true;
     });
     return length;
-}
-
-// Whether so many blocks of each group fit beside the layer-stream cache if the pool holds nothing else.
-bool KvCache::fits_pool(std::span<const int> num_blocks) const {
-    if (house_) return fits_house(num_blocks);
-    for (int g = 0; g < num_groups(); ++g)
-        if (groups_[g].spec.window == 0 && num_blocks[g] > num_home_blocks(g) - staging_target(g)) return false;
-    return true;  // a pool has room for the tail of a window
 }
 
 // Holds the blocks of the prefix that are here meanwhile, so that they are not evicted for the missing ones, and are
@@ -227,16 +218,17 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
     const auto let_go_of = [&](const std::vector<std::pair<int, BlockId>>& blocks, auto let_go) {
         for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) (groups_[it->first].pool.*let_go)(it->second);
     };
-    const bool must_evict = !has_room_to_load(wanted, false);
-    if (must_evict && (!may_evict || !has_room_to_load(wanted, true) || is_known_to_lack_room(wanted, kept))) return {};
+    const bool must_evict = !division_.fits(wanted, Means::kNone);
+    const auto has_room_now = [&] { return division_.fits(wanted, must_evict ? Means::kEviction : Means::kNone); };
+    if (must_evict && (!may_evict || !has_room_now() || is_known_to_lack_room(wanted, kept))) return {};
     std::vector<std::pair<int, BlockId>> held_of_kept, held;
     if (must_evict)
         for (std::span<const BlockKey> prefix : kept) hold_present(prefix, held_of_kept);
-    const bool has_room_beside_kept = has_room_to_load(wanted, must_evict);
+    const bool has_room_beside_kept = has_room_now();
     if (has_room_beside_kept) hold_present(keys, held);
-    const bool has_room = has_room_beside_kept && has_room_to_load(wanted, must_evict);
+    const bool has_room = has_room_beside_kept && has_room_now();
     if (has_room) {
-        if (house_) enter_missing(needed, wanted);
+        enter_missing(needed, wanted);
         for (LoadingBlock& load : loading) load_into(load, keys[load.index], wanted);
         if (has_windows_ && !loading.empty()) keep_boundary(keys, static_cast<int>(keys.size()), Worth::kKept);
         let_go_of(held_of_kept, &BlockPool::drop_ref);
@@ -293,28 +285,14 @@ bool KvCache::is_known_to_lack_room(std::span<const int> wanted,
 
 int64_t KvCache::num_moves() const {
     int64_t num_moves = 0;
-    for (const Group& group : groups_) num_moves += group.pool.num_moves();
+    for (const KvGroup& group : groups_) num_moves += group.pool.num_moves();
     return num_moves;
 }
 
-bool KvCache::has_room_to_load(std::span<const int> wanted, bool may_evict) const {
-    if (house_) return may_evict ? spare_extents(wanted, false) >= 0 : has_free_extents(wanted);
-    for (int g = 0; g < num_groups(); ++g) {
-        const BlockPool& pool = groups_[g].pool;
-        const int room = may_evict ? pool.available(Place::kLocal) : pool.num_free(Place::kLocal);
-        if (wanted[g] > 0 && room < wanted[g]) return false;
-    }
-    return true;
-}
-
-// Takes a block to load into. `wanted`, as in kv_cache_house.cpp, is lessened by that block.
+// Takes a block to load into. `wanted`, as in Division, is lessened by that block.
 void KvCache::load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted) {
     BlockPool& pool = groups_[load.group].pool;
-    if (house_) {
-        free_one(load.group, wanted);
-    } else if (pool.num_free(Place::kLocal) == 0) {
-        evict(load.group, pool.oldest_cached(Place::kLocal));
-    }
+    free_one(load.group, wanted);
     --wanted[load.group];
     load.block = pool.start_loading();
     load.offset_bytes = local_offset_bytes(load.group, load.block);

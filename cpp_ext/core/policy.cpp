@@ -33,7 +33,7 @@ bool Policy::is_prefix_coming(const Request& r, Running running) const {
 }
 
 bool Policy::holds_up_others(const Request& r, double now_s) const {
-    return std::ilogb(1 + (now_s - r.refused_since_s) / kHoldS) % 2 == 0;
+    return std::ilogb(1 + (now_s - *r.refused_since_s) / kHoldS) % 2 == 0;
 }
 
 bool Policy::could_hold(const Request& r) const {
@@ -61,8 +61,11 @@ std::vector<Request*> Policy::displaceable(const Request& waiting, Running runni
         const bool may_leave = class_of(r->priority) == kBatchClass || r->num_known() > r->displaced_len;
         if (may_leave && r->begun < num_begun) found.push_back(r);
     }
-    const auto place = [](const Request* r) { return std::tuple(-class_of(r->priority), r->has_answer(), -r->begun); };
-    std::sort(found.begin(), found.end(), [&](const Request* a, const Request* b) { return place(a) < place(b); });
+    const auto order_of = [](const Request* r) {
+        return std::tuple(-class_of(r->priority), r->has_answer(), -r->begun);
+    };
+    std::sort(found.begin(), found.end(),
+              [&](const Request* a, const Request* b) { return order_of(a) < order_of(b); });
     return found;
 }
 

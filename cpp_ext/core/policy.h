@@ -97,7 +97,7 @@ class Policy {
     int spare_blocks(Running running) const { return static_cast<int>(running.size()); }
     // ---- what is kept ----
     // Calls visit(length, worth) for the boundaries to keep between the first `from` and `to` blocks of a request: the
-    // end of its prompt, the place where it left another request's path, and regular ones.
+    // end of its prompt, the point where it left another request's path, and regular ones.
     template <class Visit>
     void for_each_boundary(const Request& request, int from, int to, Visit&& visit) const;
 

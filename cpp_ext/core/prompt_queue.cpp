@@ -110,7 +110,7 @@ bool PromptQueue::interrupts() const {
 
 // Returns the prompt that goes first of those that have begun and are not yet computed; null if there is none.
 QueuedPrompt* PromptQueue::head(double now_s, const PromptPace& pace) {
-    const auto place = [&](const QueuedPrompt& prompt, double num_left) {
+    const auto order_of = [&](const QueuedPrompt& prompt, double num_left) {
         double rank = (prompt.arrived_s - now_s) / num_left;
         if (policy_ == SchedulingPolicy::kDeadline) rank = prompt.deadline_s;
         if (policy_ == SchedulingPolicy::kSpf || policy_ == SchedulingPolicy::kTurns) rank = num_left;
@@ -123,7 +123,7 @@ QueuedPrompt* PromptQueue::head(double now_s, const PromptPace& pace) {
         const Rest rest = rest_of(prompt, pace);
         if (rest.service_s <= kNoTime) continue;
         if (!interrupts()) return &prompt;
-        const auto own = place(prompt, rest.num_left);
+        const auto own = order_of(prompt, rest.num_left);
         if (first && own >= least) continue;
         first = &prompt;
         least = own;
@@ -221,9 +221,9 @@ void PromptQueue::order_by_turns(const QueuedPrompt& prompt, std::vector<Rest>& 
 void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& pace, std::vector<Rest>& rests) const {
     double begins_s = 0;
     std::vector<Racer> racers;
-    std::vector<size_t> places;  // in `rests`
+    std::vector<size_t> indices;  // in `rests`
     racers.reserve(rests.size());
-    places.reserve(rests.size());
+    indices.reserve(rests.size());
     for (size_t i = 0; i < rests.size(); ++i) {
         const QueuedPrompt& other = entries_[i].prompt;
         if (other.priority < prompt.priority) {
@@ -232,12 +232,12 @@ void PromptQueue::order_by_ratio(const QueuedPrompt& prompt, const PromptPace& p
         } else if (other.priority == prompt.priority) {
             const double waited_s = prompt.arrived_s - other.arrived_s;
             racers.push_back({rests[i].num_left, rests[i].service_s, waited_s, other.has_begun});
-            places.push_back(i);
+            indices.push_back(i);
         }
     }
     race(racers, {prompt.num_left, pace.service_s(prompt), 0}, begins_s, pace.step_s());
     for (size_t i = 0; i < racers.size(); ++i) {
-        Rest& rest = rests[places[i]];
+        Rest& rest = rests[indices[i]];
         rest.before = rest.service_s > 0 ? 1 - racers[i].service_s / rest.service_s : 1;
     }
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -51,26 +52,29 @@ struct Request {
     GuessRate guess_rate = {};
     std::vector<BlockKey> keys = {};  // of the full blocks of `tokens`; empty without prefix caching
     BlockTable table = {};
-    int num_shared_blocks = 0;  // full blocks before the place where its prompt left a known path; 0: it left none
+    int num_shared_blocks = 0;  // full blocks before the point where its prompt left a known path; 0: it left none
     int num_computed = 0;       // tokens whose KV is in the blocks
     int num_cached = 0;         // prompt tokens that were found in the prefix cache at admission
     std::vector<int32_t> borrowed_hits = {};  // the blocks of `num_cached` that were found in borrowed memory
     int num_window_missed = 0;                // tokens known at admission after `num_cached`, useless without a tail
     int load_end = 0;  // the end, in blocks, of what storage loads for it before it begins; 0: nothing, or it has begun
     int back_end = 0;  // the end, in blocks, of the back that storage loads while the front is computed; 0: none
-    double begun_s = 0;         // when a step first had the request
-    double front_slowness = 0;  // the measured time of its front divided by the prediction; 0: not known yet
-    int num_scheduled = 0;      // tokens that the steps in progress and the one being planned compute
-    int num_unknown = 0;        // rows of these steps that sample: each adds at least one token to `tokens`
-    int slot = kNone;           // row slot while running
-    int displaced_len = 0;      // the number of its tokens when it was displaced last
+    double begun_s = 0;  // when a step first had the request
+    // The measured time of its front divided by the prediction; nullopt: not known yet.
+    std::optional<double> front_slowness = {};
+    int num_scheduled = 0;  // tokens that the steps in progress and the one being planned compute
+    int num_unknown = 0;    // rows of these steps that sample: each adds at least one token to `tokens`
+    int slot = kNone;       // row slot while running
+    int displaced_len = 0;  // the number of its tokens when it was displaced last
     bool was_admitted = false;
-    bool is_in_step = false;      // the step being planned has it
-    bool is_held = false;         // it waits for an answer from storage
-    bool is_lost = false;         // steps in progress have it, and a block that they read or write is gone
-    bool awaits_loads = false;    // it runs, and will get the blocks that it lacks when loads have ended
-    double stuck_since_s = -1;    // since when it has waited for room that it would not have even if it were alone
-    double refused_since_s = -1;  // since when it has been the first that waits for room, and could be overtaken
+    bool is_in_step = false;    // the step being planned has it
+    bool is_held = false;       // it waits for an answer from storage
+    bool is_lost = false;       // steps in progress have it, and a block that they read or write is gone
+    bool awaits_loads = false;  // it runs, and will get the blocks that it lacks when loads have ended
+    // Since when it has waited for room that it would not have even if it were alone.
+    std::optional<double> stuck_since_s = {};
+    // Since when it has been the first that waits for room, and could be overtaken.
+    std::optional<double> refused_since_s = {};
 
     // While it waits:
     int num_expected = 0;  // tokens of it that the prefix cache had when they were looked up last

@@ -86,7 +86,7 @@ void Roster::enqueue(Request& r) noexcept {
 
 void Roster::dequeue(Request& r) {
     waiting_.remove(r);
-    r.stuck_since_s = r.refused_since_s = -1;
+    r.stuck_since_s = r.refused_since_s = std::nullopt;
     demand_.remove_waiting(r);
 }
 
@@ -102,9 +102,9 @@ void Roster::stop(Request& r) {
     free_slots_.push_back(r.slot);
     std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
     r.slot = kNone;
-    const auto place = std::lower_bound(running_.begin(), running_.end(), &r, Policy::Order{});
-    ensure(place != running_.end() && *place == &r, "a request that stops running ran");
-    running_.erase(place);
+    const auto found = std::lower_bound(running_.begin(), running_.end(), &r, Policy::Order{});
+    ensure(found != running_.end() && *found == &r, "a request that stops running ran");
+    running_.erase(found);
 }
 
 void Roster::check(int max_num_seqs) const {

@@ -5,7 +5,7 @@
 // The parts:
 //   cache_      the blocks of every KV group, and the prefix index
 //   roster_     the requests, those that run and those that wait
-//   order_      says which waiting request is next; shares_ says which tenant's, turns_ whether the oldest is
+//   order_      says which waiting request is next; shares_ says which tenant's, alternation_ whether the oldest is
 //   policy_     says how much of a prompt a step takes, and which request leaves when blocks run out
 //   refusal_    remembers the request that found no room last, until that may have changed
 //   pins_       the prefixes that stay in the pool
@@ -79,10 +79,10 @@ std::vector<RequestId> Scheduler::starved(double now_s, double max_wait_s) {
     const std::lock_guard lock(mutex_);
     std::vector<RequestId> ids;
     for (Request* r : roster_.waiting().all()) {
-        if (r->stuck_since_s < 0) continue;
+        if (!r->stuck_since_s) continue;
         // It may wait for a slot now, where no step looks at it.
-        if (policy_.could_hold(*r)) r->stuck_since_s = -1;
-        if (r->stuck_since_s >= 0 && now_s - r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
+        if (policy_.could_hold(*r)) r->stuck_since_s.reset();
+        if (r->stuck_since_s && now_s - *r->stuck_since_s >= max_wait_s) ids.push_back(r->id);
     }
     return ids;
 }
@@ -107,7 +107,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     ensure(!is_copying_, "storage has copied what it took before a step is planned");
     must_commit_ = false;
     cache_.begin_step();  // blocks that are let go from here on are in flight until this step is committed
-    StepBuilder step(cache_, roster_, pins_, policy_, *order_, shares_, turns_, refusal_, now_s);
+    StepBuilder step(cache_, roster_, pins_, policy_, *order_, shares_, alternation_, refusal_, now_s);
 
     settle_lending();            // empties recalled extents, and fits the layer-stream cache to what is borrowed
     cache_.forget_idle_moves();  // of blocks that were let go meanwhile

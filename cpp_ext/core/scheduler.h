@@ -205,7 +205,7 @@ class Scheduler {
     Demand demand_;
     const std::unique_ptr<const AdmissionOrder> order_;
     FairShare shares_;
-    Turns turns_;
+    Alternation alternation_;
     Roster roster_;
     Pins pins_;
     StepTime step_time_;

@@ -131,12 +131,12 @@ std::vector<std::span<const BlockKey>> Scheduler::prefixes_brought_before(const 
     std::erase_if(brought_, [&](const Request* r) { return length_of(r) == 0; });
     // Waiting requests come before running ones, each in the order of their container, so that equal loads find them in
     // the same order.
-    const auto place = [](const Request* r) {
+    const auto order_of = [](const Request* r) {
         const bool waits = r->slot == kNone;
         return std::tuple(!waits, r->priority, waits ? r->flow : 0, waits ? r->lane : 0, waits ? r->rank : 0,
                           r->arrival);
     };
-    std::ranges::sort(brought_, {}, place);
+    std::ranges::sort(brought_, {}, order_of);
     std::vector<std::span<const BlockKey>> prefixes;
     for (const Request* other : brought_)
         if (other != &request && other->priority <= request.priority && policy_.could_hold(*other))

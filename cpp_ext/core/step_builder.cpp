@@ -53,11 +53,11 @@ void StepBuilder::put_back_past_share(std::vector<Request*>& prompts) const {
         int64_t& counter = least.try_emplace(r->priority, shares_.counter(r->flow)).first->second;
         counter = std::min(counter, shares_.counter(r->flow));
     }
-    const auto place = [&](const Request* r) {
+    const auto order_of = [&](const Request* r) {
         return std::pair(r->priority, shares_.is_past_counter(r->flow, least.at(r->priority)));
     };
     std::stable_sort(prompts.begin(), prompts.end(),
-                     [&](const Request* a, const Request* b) { return place(a) < place(b); });
+                     [&](const Request* a, const Request* b) { return order_of(a) < order_of(b); });
 }
 
 bool StepBuilder::goes_before(const Request& waiting, const Request& prompt) const {
@@ -96,7 +96,7 @@ void StepBuilder::admit_while(MayGo may_go) {
         if (++num_refused == policy_.max_refusals()) return;
         if (num_refused > 1) continue;
         refused = r;
-        if (r->refused_since_s < 0) r->refused_since_s = now_s_;
+        if (!r->refused_since_s) r->refused_since_s = now_s_;
         if (policy_.holds_up_others(*r, now_s_)) return;
     }
 }
@@ -132,10 +132,10 @@ bool StepBuilder::is_prefix_coming(const Request& r) {
 // Whether the request would have no room even if it were alone. Notes since when.
 bool StepBuilder::is_stuck(Request& r) const {
     if (policy_.could_hold(r)) {
-        r.stuck_since_s = -1;
+        r.stuck_since_s.reset();
         return false;
     }
-    if (r.stuck_since_s < 0) r.stuck_since_s = now_s_;
+    if (!r.stuck_since_s) r.stuck_since_s = now_s_;
     return true;
 }
 
@@ -154,37 +154,61 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         has_refused_ = true;
         return false;
     }
-    const int block_size = cache_.block_size();
-    PrefixMatch found{};
+    CacheHit hit = look_up(r);
+    const auto [num_tokens, has_blocks] = take_blocks(r, token_budget);
+    if (!has_blocks) {
+        const std::vector<Request*> leaving = requests_to_displace(r, std::move(displaceable), token_budget);
+        turn_away(r, num_tokens, token_budget);
+        return displace(leaving) && admit(r, token_budget);
+    }
+    begin(r, std::move(hit));
+    add(r, num_tokens);
+    return true;
+}
+
+// Gives a waiting request the blocks of its prompt that are cached.
+StepBuilder::CacheHit StepBuilder::look_up(Request& r) {
+    CacheHit hit;
     if (!r.skip_prefix_match && is_matching_) {
-        const int max_match = r.max_match_blocks(block_size);
-        found = cache_.acquire_prefix(r.table, std::span(r.keys).first(max_match));
-        r.num_computed = found.length * block_size;
-        r.num_shared_blocks = found.num_known < max_match ? found.num_known : 0;
+        const int max_match = r.max_match_blocks(cache_.block_size());
+        hit.match = cache_.acquire_prefix(r.table, std::span(r.keys).first(max_match));
+        r.num_computed = hit.match.length * cache_.block_size();
+        r.num_shared_blocks = hit.match.num_known < max_match ? hit.match.num_known : 0;
         ++num_matches_;
         num_keys_ += max_match;
     }
-    std::vector<int32_t> borrowed_hits;
-    if (cache_.can_borrow()) borrowed_hits = cache_.borrowed_blocks(r.table);
-    const int spare = policy_.spare_blocks(roster_.running());
+    if (cache_.can_borrow()) hit.borrowed = cache_.borrowed_blocks(r.table);
+    return hit;
+}
+
+// Gets the other blocks of a waiting request, if there is a slot and room. The whole prompt must fit, even if this step
+// computes only a part.
+StepBuilder::FirstChunk StepBuilder::take_blocks(Request& r, int token_budget) {
     const int longest = longest_chunk(r);
-    int n = 0;
-    // The whole prompt must fit, even if this step computes only a part.
-    const auto has_room = [&] {
-        const int chunk = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
-        n = policy_.fitting_chunk(r, chunk, table_end(r, chunk), {spare, blocks_behind_front(r, chunk)});
-        return n > 0 && n <= token_budget &&
-               cache_.extend(r.table, r.num_computed + n, table_end(r, n), {spare, blocks_behind_front(r, n)});
-    };
-    if (!roster_.has_free_slot() ||
-        (!has_room() && !(n <= token_budget && compact(r, r.num_remaining(), spare) && has_room()))) {
-        const std::vector<Request*> leaving = requests_to_displace(r, std::move(displaceable), token_budget);
-        turn_away(r, n, token_budget);
-        return displace(leaving) && admit(r, token_budget);
-    }
-    if (!borrowed_hits.empty()) cache_.promote(r.table, spare, std::numeric_limits<int>::max());
+    if (!roster_.has_free_slot()) return {0, false};
+    FirstChunk chunk = try_to_fit(r, longest, token_budget);
+    const bool may_compact = !chunk.has_blocks && chunk.num_tokens <= token_budget;
+    if (may_compact && compact(r, r.num_remaining(), policy_.spare_blocks(roster_.running())))
+        chunk = try_to_fit(r, longest, token_budget);
+    return chunk;
+}
+
+StepBuilder::FirstChunk StepBuilder::try_to_fit(Request& r, int longest, int token_budget) {
+    const int spare = policy_.spare_blocks(roster_.running());
+    const int wanted = std::min(longest, policy_.first_chunk(r, token_budget, work_, limit_s_));
+    const int n = policy_.fitting_chunk(r, wanted, table_end(r, wanted), {spare, blocks_behind_front(r, wanted)});
+    const bool has_blocks =
+        n > 0 && n <= token_budget &&
+        cache_.extend(r.table, r.num_computed + n, table_end(r, n), {spare, blocks_behind_front(r, n)});
+    return {n, has_blocks};
+}
+
+// Lets a waiting request run that has its blocks.
+void StepBuilder::begin(Request& r, CacheHit hit) {
+    if (!hit.borrowed.empty())
+        cache_.promote(r.table, policy_.spare_blocks(roster_.running()), std::numeric_limits<int>::max());
     roster_.start(r);
-    turns_.take(moment_, r.num_remaining());
+    alternation_.take(moment_, r.num_remaining());
     refusal_.forget();
     const int num_found = r.table.num_committed;
     policy_.for_each_boundary(r, num_found - 1, num_found,
@@ -193,13 +217,11 @@ bool StepBuilder::admit(Request& r, int token_budget) {
         r.was_admitted = true;
         r.num_cached = r.num_computed;
         r.begun_s = now_s_;
-        r.borrowed_hits = std::move(borrowed_hits);
-        r.num_window_missed = (found.num_known - found.length) * block_size;
+        r.borrowed_hits = std::move(hit.borrowed);
+        r.num_window_missed = (hit.match.num_known - hit.match.length) * cache_.block_size();
         shares_.charge_prompt(r.flow, r.num_remaining());
         admitted_.push_back(&r);
     }
-    add(r, n);
-    return true;
 }
 
 // Refuses a waiting request for which there was no room for `num_tokens` tokens.
@@ -354,10 +376,10 @@ int StepBuilder::blocks_to_meet(Request& r, int next, int here) const {
     const double elapsed_s = now_s_ - r.begun_s;
     const auto read_bytes = static_cast<double>(cache_.needed_bytes(here, r.back_end, r.back_end));
     if (next <= num_begun || !front_s || elapsed_s <= 0 || read_bytes == 0) return share_of_missing(r, next, here);
-    if (r.front_slowness == 0) r.front_slowness = elapsed_s / *front_s;
+    if (!r.front_slowness) r.front_slowness = elapsed_s / *front_s;
     const auto takes_longer = [&](int count) {
         const auto left_bytes = static_cast<double>(cache_.needed_bytes(next + count, here, r.back_end));
-        return r.front_slowness * *compute_s(next, next + count) > elapsed_s * left_bytes / read_bytes;
+        return *r.front_slowness * *compute_s(next, next + count) > elapsed_s * left_bytes / read_bytes;
     };
     const auto counts = std::views::iota(1, ceil_div(here - next, 2) + 1);
     return static_cast<int>(std::ranges::partition_point(counts, std::not_fn(takes_longer)) - counts.begin());

@@ -24,17 +24,17 @@ namespace swiftkv {
 class StepBuilder {
   public:
     StepBuilder(KvCache& cache, Roster& roster, Pins& pins, const Policy& policy, const AdmissionOrder& order,
-                FairShare& shares, Turns& turns, Refusal& refusal, double now_s)
+                FairShare& shares, Alternation& alternation, Refusal& refusal, double now_s)
         : cache_(cache),
           roster_(roster),
           pins_(pins),
           policy_(policy),
           order_(order),
           shares_(shares),
-          turns_(turns),
+          alternation_(alternation),
           refusal_(refusal),
           now_s_(now_s),
-          moment_(turns.at(now_s)),
+          moment_(alternation.at(now_s)),
           num_begun_(roster.num_begun()),
           budget_left_(policy.token_budget()) {}
 
@@ -87,7 +87,22 @@ class StepBuilder {
     bool is_prefix_coming(const Request& request);
     bool is_stuck(Request& request) const;
     bool may_seat(int64_t priority) const;
+    // The part of a waiting request that the prefix cache has.
+    struct CacheHit {
+        PrefixMatch match{};
+        std::vector<int32_t> borrowed;  // the indices of the blocks that are borrowed
+    };
+    // The number of tokens that a waiting request would compute in this step, 0 if it has no slot, and whether it has
+    // got its blocks.
+    struct FirstChunk {
+        int num_tokens;
+        bool has_blocks;
+    };
     bool admit(Request& request, int token_budget);
+    CacheHit look_up(Request& request);
+    FirstChunk take_blocks(Request& request, int token_budget);
+    FirstChunk try_to_fit(Request& request, int longest, int token_budget);
+    void begin(Request& request, CacheHit hit);
     void turn_away(Request& request, int num_tokens, int token_budget);
     std::vector<const BlockTable*> tables_below(const Request& waiting) const;
     std::vector<Request*> requests_to_displace(const Request& request, std::vector<Request*> candidates,
@@ -121,7 +136,7 @@ class StepBuilder {
     const Policy& policy_;
     const AdmissionOrder& order_;
     FairShare& shares_;
-    Turns& turns_;
+    Alternation& alternation_;
     Refusal& refusal_;
     const double now_s_;
     const Moment moment_;

@@ -49,13 +49,13 @@ Terms solve(std::array<Terms, kNumTerms> a, Terms x) {
     return x;
 }
 
-// The place of a number of tokens between the points of a curve.
-struct Place {
+// The position of a number of tokens between the points of a curve.
+struct Position {
     int point;    // the one before it
     double part;  // of the way to the next one
 };
 
-Place place_of(double num_tokens) {
+Position position_of(double num_tokens) {
     constexpr int last = TokenCurve::kNumPoints - 1;
     const double at = std::clamp(2 * std::log2(num_tokens), 0.0, static_cast<double>(last));
     const int point = std::min(static_cast<int>(at), last - 1);
@@ -99,7 +99,7 @@ TokenCurve::Ratios TokenCurve::straight() {
 }
 
 void TokenCurve::add(double num_tokens, const Terms& terms, double duration) {
-    const auto [point, part] = place_of(num_tokens);
+    const auto [point, part] = position_of(num_tokens);
     for (int i = 0; i < kNumPoints; ++i) {
         const double weight = i == point ? 1 - part : i == point + 1 ? part : 0;
         for (int k = 0; k < kNumTerms; ++k) sums_[i].terms[k] = retention_ * sums_[i].terms[k] + weight * terms[k];
@@ -120,7 +120,7 @@ void TokenCurve::fit(const Terms& coefficients) {
 }
 
 double TokenCurve::at(double num_tokens) const {
-    const auto [point, part] = place_of(num_tokens);
+    const auto [point, part] = position_of(num_tokens);
     return (1 - part) * ratios_[point] + part * ratios_[point + 1];
 }
 

@@ -20,7 +20,7 @@ using NodeId = int32_t;
 // Identifies a full block and everything before it: BLAKE3 of its tokens, keyed with the key of the block before.
 using BlockKey = Hash;
 
-// A priority is a multiple of kPrioritiesPerClass, which names the class (0 is class 1), plus a place within the class.
+// A priority is a multiple of kPrioritiesPerClass, which names the class (0 is class 1), plus a rank within the class.
 // Lower priorities go first; the last class is batch work.
 inline constexpr int kNumClasses = 4, kBatchClass = kNumClasses - 1;
 inline constexpr int kClassBits = 32;

@@ -60,7 +60,7 @@ def one(name: str, file: str, old: str, new: str) -> Mutant:
 BOUNDARIES, CACHE_KEEP = "core/boundaries.cpp", "core/kv_cache_keep.cpp"
 POOL, POOL_EXTENTS = "core/block_pool.cpp", "core/block_pool_extents.cpp"
 CACHE, CACHE_RELEASE, CACHE_LENDING = "core/kv_cache.cpp", "core/kv_cache_release.cpp", "core/kv_cache_lending.cpp"
-CACHE_ROOM, CACHE_HOUSE = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp"
+CACHE_ROOM, CACHE_HOUSE, DIVISION = "core/kv_cache_room.cpp", "core/kv_cache_house.cpp", "core/division.cpp"
 CACHE_STAGING, CACHE_STORAGE = "core/kv_cache_staging.cpp", "core/kv_cache_storage.cpp"
 SCHEDULER, LENDING = "core/scheduler.cpp", "core/scheduler_lending.cpp"
 STORAGE = "core/scheduler_storage.cpp"
@@ -141,14 +141,14 @@ MUTANTS = [
     one(
         "free extents are no room, and blocks are written back early",
         CACHE_STORAGE,
-        "if (house_) num_free += num_extents_to_take(g)",
-        "if (false) num_free += num_extents_to_take(g)",
+        "pool.num_free_below(Place::kLocal) + division_.unclaimed(g);",
+        "pool.num_free_below(Place::kLocal);",
     ),
     one(
         "room at lenders is none, and blocks are written back early",
         CACHE_STORAGE,
-        "pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal);",
-        "pool.num_free(Place::kLocal);",
+        "pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal)",
+        "pool.num_free(Place::kLocal)",
     ),
     one(
         "what goes with a block is not written back",
@@ -320,7 +320,7 @@ MUTANTS = [
     one(
         "a front waits for storage that stalls",
         BUILDER,
-        "if (r.front_slowness == 0) r.front_slowness = ",
+        "if (!r.front_slowness) r.front_slowness = ",
         "r.front_slowness = ",
     ),
     one(
@@ -483,7 +483,7 @@ MUTANTS = [
     ),
     one(
         "extents are counted for two groups",
-        CACHE_HOUSE,
+        DIVISION,
         "house_->num_free() - missing_extents(wanted);",
         "house_->num_free();",
     ),
@@ -495,41 +495,51 @@ MUTANTS = [
     ),
     one(
         "a group gives up what it is about to take",
-        CACHE_HOUSE,
+        DIVISION,
         "pool.available(Place::kLocal) - wanted[h] < pool.house_extent_blocks()",
         "false",
     ),
     one(
         "a group takes an extent that another lacks",
         CACHE_HOUSE,
-        "(own == kNone ? 0 : missing_extents(wanted))",
+        "own == kNone ? 0 : division_.missing_extents(wanted)",
         "0",
     ),
     one(
         "the newest goes before the oldest of another group",
-        CACHE_HOUSE,
-        "cached_at(other)) < 0;",
-        "cached_at(other)) > 0;",
+        DIVISION,
+        "cached_at(a) - cached_at(b)) < 0;",
+        "cached_at(a) - cached_at(b)) > 0;",
     ),
     one(
         "a group empties its own extents alone",
         CACHE_HOUSE,
-        "if (donor == kNone || !goes_before(donor,",
-        "if (true || !goes_before(donor,",
+        "if (donor == kNone) return own;",
+        "return own;",
     ),
-    one("used blocks keep their extents", CACHE_HOUSE, "if (spare_extents(wanted, true) < 0 ||", "if (true ||"),
+    one(
+        "used blocks keep their extents",
+        CACHE_HOUSE,
+        "if (!division_.fits(wanted, Means::kCompaction) ||",
+        "if (true ||",
+    ),
     one(
         "an extent changes hands before it is copied",
         CACHE,
         "group.pool.keep_extent_of(cached);",
         "",
     ),
-    one("blocks move to where a copy is still read", CACHE_HOUSE, "if (!house_ || has_copies())", "if (!house_)"),
-    one("windows have no room but what histories leave", CACHE_STAGING, "- (borrows() ? extents_for_windows_ : 0)", ""),
+    one(
+        "blocks move to where a copy is still read",
+        CACHE_HOUSE,
+        "if (!division_.is_shared() || has_copies())",
+        "if (!division_.is_shared())",
+    ),
+    one("windows have no room but what histories leave", DIVISION, "- (borrows() ? extents_for_windows_ : 0)", ""),
     one(
         "what cannot be staged comes last",
         CACHE,
-        "for (int g = 0; house_ && g < num_groups(); ++g)",
+        "for (int g = 0; division_.is_shared() && g < num_groups(); ++g)",
         "for (int g = 0; false && g < num_groups(); ++g)",
     ),
     one(
@@ -566,19 +576,19 @@ MUTANTS = [
     ),
     one(
         "an extent of groups is lent while something pins it",
-        CACHE_HOUSE,
+        DIVISION,
         "if (!pool.is_open(extent)) return std::nullopt;",
         "",
     ),
     one(
         "what is used last is lent first",
-        CACHE_HOUSE,
-        "return goes_before(a.first.group, a.first.block, b.first.group, b.first.block);",
-        "return goes_before(b.first.group, b.first.block, a.first.group, a.first.block);",
+        DIVISION,
+        "return goes_before(a.first, b.first);",
+        "return goes_before(b.first, a.first);",
     ),
     one(
         "a request counts on what is lent",
-        CACHE_STAGING,
+        DIVISION,
         "lender.spec.num_blocks - lender.pool.count(Place::kLocal, BlockState::kLent);",
         "lender.spec.num_blocks;",
     ),
@@ -843,8 +853,8 @@ MUTANTS = [
     one(
         "who goes first is chosen by its whole length",
         PROMPT_QUEUE,
-        "place(prompt, rest.num_left);",
-        "place(prompt, prompt.num_left);",
+        "order_of(prompt, rest.num_left);",
+        "order_of(prompt, prompt.num_left);",
     ),
     one(
         "time that nobody could know of is credited later",
@@ -916,14 +926,19 @@ MUTANTS = [
     # The order of those that wait.
     one("lengths count, not waiting", ORDER, "(moment.now_s - r.arrival_s) / r.num_left()", "-r.num_left()"),
     one("it is never the turn of the oldest", ORDER_H, "oldest_lack_tokens_ > 0", "false"),
-    one("a turn of the oldest does not count", ORDER_H, "is_turn_of_oldest ? -num_tokens :", "is_turn_of_oldest ? 0 :"),
+    one(
+        "a turn of the oldest does not count",
+        ORDER_H,
+        "is_oldest_first ? -num_tokens :",
+        "is_oldest_first ? 0 :",
+    ),
     one("a forecast lets no longer prompt take turns", PROMPT_QUEUE, "turns_s += rests[i].service_s;", "{}"),
     one("a longer prompt takes all turns", PROMPT_QUEUE, "turns_s -= taken_s;", ""),
     one("deadlines do not count", ORDER, "{ return -r.deadline_s; }", "{ return 0 * r.num_left(); }"),
     one(
         "all lengths are one lane",
         ORDER,
-        "// Lanes are those of ShortestAndOldestInTurns.\nclass HighestRatioFirst : public AdmissionOrder {\n"
+        "// Lanes are those of ShortestAndOldestAlternately.\nclass HighestRatioFirst : public AdmissionOrder {\n"
         "    int lane(const Request& r) const override { return lane_of(r.num_left()); }",
         "class HighestRatioFirst : public AdmissionOrder {\n"
         "    int lane(const Request& r) const override { return 0 * r.num_left(); }",
@@ -958,13 +973,13 @@ MUTANTS = [
     one(
         "a request that was refused once holds others up at once",
         ROSTER,
-        "r.stuck_since_s = r.refused_since_s = -1;",
-        "r.stuck_since_s = -1;",
+        "r.stuck_since_s = r.refused_since_s = std::nullopt;",
+        "r.stuck_since_s = std::nullopt;",
     ),
     one(
         "who has waited for a slot has waited for room",
         SCHEDULER,
-        "        if (policy_.could_hold(*r)) r->stuck_since_s = -1;\n",
+        "        if (policy_.could_hold(*r)) r->stuck_since_s.reset();\n",
         "        if (policy_.could_hold(*r)) continue;\n",
     ),
     one(

@@ -91,7 +91,7 @@ struct Parts {
 
     StepBuilder begin_step(double now_s = 0.0) {
         cache.begin_step();
-        return StepBuilder(cache, roster, pins, policy, *order, shares, turns, refusal, now_s);
+        return StepBuilder(cache, roster, pins, policy, *order, shares, alternation, refusal, now_s);
     }
 
     // Ends the step; each row that samples appends `token` to its request.
@@ -118,7 +118,7 @@ struct Parts {
     Pins pins;
     StepTime step_time;
     Policy policy;
-    Turns turns;
+    Alternation alternation;
     Refusal refusal;
     PlanWriter writer;
 };
