@@ -338,7 +338,7 @@ MUTANTS = [
     one(
         "who has passed its back is not noticed",
         LOADS,
-        "            elif wait.computes_front and self._is_passed(wait):",
+        "            elif self._has_passed_back(wait):",
         "            elif False:",
     ),
     # The block pool.
@@ -1172,13 +1172,13 @@ MUTANTS = [
     one(
         "a request gives up the block that it comes to next",
         LOADS,
-        "return next(iter(wait.unread)).index < self",
-        "return next(iter(wait.unread)).index <= self",
+        "return next(iter(wait.state.unread)).index < self",
+        "return next(iter(wait.state.unread)).index <= self",
     ),
     one(
         "what was read is given up with what was not",
         LOADS,
-        "        for target in part.targets:\n            del wait.unread[target]\n",
+        "        for target in part.targets:\n            del wait.state.unread[target]\n",
         "",
     ),
     one(
@@ -1196,7 +1196,7 @@ MUTANTS = [
     one(
         "blocks of a load that is given up stay until its turn comes",
         LOADS,
-        "        self._end(not_begun, is_loaded=False)\n",
+        "                self._end(not_begun, is_loaded=False)\n",
         "",
     ),
     one("a load that is given up has its turn", LOADER, "self._todo.pop(job, None)", "pass"),
