@@ -21,7 +21,6 @@ from swiftkv.transport.base import (
     COPY_TIMING,
     EXPOSURE,
     CopyTimings,
-    DeviceTransport,
     Exposures,
     Int64Array,
     Runs,
@@ -230,9 +229,10 @@ class _Journal:
 
     def waited(self, tickets: Collection[Ticket], by_host: Exposures) -> Exposures:
         """Return how long the device waited for these jobs, or `by_host` if it is the host that waits for copies."""
-        if not isinstance(self._transport, DeviceTransport):
+        by_device = self._transport.take_exposures()
+        if by_device is None:
             return by_host
-        waited, self._waited = _split(np.append(self._waited, self._transport.take_exposures()), tickets)
+        waited, self._waited = _split(np.append(self._waited, by_device), tickets)
         return waited
 
 
