@@ -1339,7 +1339,7 @@ MUTANTS = [
     one("an answer stays at its beginning", ENGINE, "self._rules.advance(", "print("),
     one("rules go by the step before the last", ENGINE, "or self._rules.are_in(plan)", "or False"),
     one("thoughts are counted behind the reasoning", RULES, "- self.reasoning.is_inside", "- 1"),
-    one("reasoning has one token more", RULES, "num_thoughts_left <= 0", "num_thoughts_left < 0"),
+    one("reasoning has one token more", RULES, "self.num_left <= 0", "self.num_left < 0"),
     one("words are looked for in the latest token alone", RULES, "(len(self.recent) + 1)", "(2)"),
     one("a rule takes a grammar's place", RULES, "masks.words_of(row, self._num_words)", "self._mask_of(None)"),
     one("a rule outlives its request", ENGINE, "        self._rules.release(request_id)\n", ""),
