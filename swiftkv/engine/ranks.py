@@ -177,9 +177,13 @@ class LeadingRunner(ModelRunner):
         if any(each.files != told[0].files for each in told):
             raise FilesChangedError(f"{config.path}: files were replaced while the ranks read them")
         self._followers = followers
-        self.other_ranks = pools_of(followers.pids, [each.pool for each in told[1:]])
+        self._other_ranks = pools_of(followers.pids, [each.pool for each in told[1:]])
         self._lender_parts: dict[int, list[torch.Tensor]] = {}  # by link: what `lender_pools` adds for the other ranks
         self._deadline_s = _deadline_s(config)
+
+    @property
+    def other_ranks(self) -> Sequence[HostMemory]:
+        return self._other_ranks
 
     def rank_pools(self) -> list[torch.Tensor]:
         """Return the pools of all ranks, as `ModelRunner.rank_pools` does.

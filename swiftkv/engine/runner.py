@@ -99,8 +99,6 @@ class ModelRunner:
         self.transport = _open_transport(config, self.pool, groups)
         """Copies between our pool and the pools of lenders; `None` without lenders in the configuration."""
         self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups, communicator)
-        self.other_ranks: Sequence[HostMemory] = ()
-        """The pools of the other ranks, laid out like `pool`; empty unless this is rank 0 of several."""
         self._capture_streaming()
         self.pool.fill_ahead()
 
@@ -119,6 +117,11 @@ class ModelRunner:
             kv_bytes = int(self._communicator.all_gather(torch.tensor([own_bytes], device=self.device)).min())
         _check_room(config, division, kv_bytes)
         return kv_bytes
+
+    @property
+    def other_ranks(self) -> Sequence[HostMemory]:
+        """The pools of the other ranks, laid out like `pool`; empty unless this is rank 0 of several."""
+        return ()
 
     def rank_pools(self) -> list[torch.Tensor]:
         """Return the pools of all ranks as uint8 `[pool bytes]`, mapped here, our own first.
