@@ -23,9 +23,9 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.models.stream import KVStream
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class GroupLayer:
-    """A layer, as one of its KV group."""
+    """A layer, as one of its KV group. A schedule has one for each layer."""
 
     number: int  # in the model
     group: int  # the index of the group
@@ -51,48 +51,52 @@ class Copier(Protocol):
         """Wait for all stores."""
 
 
-@contextmanager
-def scheduled_copies(groups: Sequence[KVGroup], num_buffers: int, copier: Copier) -> Iterator[KVStream]:
-    """Yield the hooks for one forward pass; on leaving, `copier` has waited for all stores.
+class CopySchedule:
+    """The order of copies in a model with these KV groups."""
 
-    `groups` are all the KV groups of the model, in the order of its pool.
-    """
-    schedule = _Schedule(groups, num_buffers, copier)
-    schedule.begin()
-    yield schedule
-    copier.end()
-
-
-class _Schedule:
-    """The hooks of one forward pass."""
-
-    def __init__(self, groups: Sequence[KVGroup], num_buffers: int, copier: Copier) -> None:
-        self._num_buffers = num_buffers
-        self._copier = copier
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        """`groups` are all the KV groups of the model, in the order of its pool."""
         self._groups = [
             [GroupLayer(number, group, index) for index, number in enumerate(each.layers)]
             for group, each in enumerate(groups)
         ]
-        self._layers = {layer.number: layer for layers in self._groups for layer in layers}
+        layers = (layer for group in self._groups for layer in group)
+        self._layers = {layer.number: layer for layer in sorted(layers, key=lambda layer: layer.number)}
 
-    def begin(self) -> None:
-        for _, layer in sorted(self._layers.items()):
-            if layer.index < self._num_buffers:
-                self._copier.load(layer)
+    @contextmanager
+    def copies(self, num_buffers: int, copier: Copier) -> Iterator[KVStream]:
+        """Yield the hooks for one forward pass; on leaving, `copier` has waited for all stores."""
+        for layer in self._layers.values():
+            if layer.index < num_buffers:
+                copier.load(layer)
+        yield _Hooks(self, num_buffers, copier)
+        copier.end()
+
+    def layer(self, number: int) -> GroupLayer:
+        return self._layers[number]
+
+    def shifted(self, layer: GroupLayer, by: int) -> GroupLayer | None:
+        """Return the layer so many layers of the group after `layer`; `None` if there is none."""
+        group, index = self._groups[layer.group], layer.index + by
+        return group[index] if 0 <= index < len(group) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    """The `KVStream` of one forward pass."""
+
+    schedule: CopySchedule
+    num_buffers: int
+    copier: Copier
 
     def before_write(self, layer: int) -> None:
-        here = self._layers[layer]
-        self._copier.wait_to_write(here, self._in_same_buffer(here, -1))
+        here = self.schedule.layer(layer)
+        self.copier.wait_to_write(here, self.schedule.shifted(here, -self.num_buffers))
 
     def after_write(self, layer: int) -> None:
-        self._copier.store(self._layers[layer])
+        self.copier.store(self.schedule.layer(layer))
 
     def after_attention(self, layer: int) -> None:
-        following = self._in_same_buffer(self._layers[layer], 1)
+        following = self.schedule.shifted(self.schedule.layer(layer), self.num_buffers)
         if following is not None:
-            self._copier.load(following)
-
-    def _in_same_buffer(self, layer: GroupLayer, turns: int) -> GroupLayer | None:
-        """Return the layer that uses the buffer so many turns after `layer`; `None` if there is none."""
-        layers, index = self._groups[layer.group], layer.index + turns * self._num_buffers
-        return layers[index] if 0 <= index < len(layers) else None
+            self.copier.load(following)

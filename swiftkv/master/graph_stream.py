@@ -28,7 +28,7 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_clock import stamp
 from swiftkv.kernels.triton_copy import BLOCK_FIELDS, HEADER_FIELDS, move_blocks, pack_lists
-from swiftkv.master.copy_schedule import GroupLayer, scheduled_copies
+from swiftkv.master.copy_schedule import GroupLayer
 from swiftkv.master.layer_stream import (
     GroupCopies,
     LayerStream,
@@ -101,7 +101,7 @@ class GraphStream:
     @contextmanager
     def launches(self) -> Iterator[KVStream]:
         """Yield the hooks for one forward pass; on leaving, make the current CUDA stream wait for all copies."""
-        with scheduled_copies(self._layer_stream.groups, self.num_buffers, self._launcher) as stream:
+        with self._layer_stream.schedule.copies(self.num_buffers, self._launcher) as stream:
             yield stream
 
     def launched(self) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import TransferError
-from swiftkv.master.copy_schedule import GroupLayer, scheduled_copies
+from swiftkv.master.copy_schedule import CopySchedule, GroupLayer
 from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.stream import NO_STREAM, KVStream
 from swiftkv.transport.base import (
@@ -155,6 +155,7 @@ class LayerStream:
         Every rank has a `LayerStream` of its own, and all ranks make the same steps.
         """
         self.groups = tuple(groups)
+        self.schedule = CopySchedule(groups)
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # single steps; the reader may clear it
         self._transport = transport
         self._communicator = communicator
@@ -175,7 +176,7 @@ class LayerStream:
             return
         try:
             step = self._step(plan)
-            with scheduled_copies(self.groups, buffers_of(plan), step) as stream:
+            with self.schedule.copies(buffers_of(plan), step) as stream:
                 yield stream
         except TransferError:
             self._transport.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.master.copy_schedule import GroupLayer, scheduled_copies
+from swiftkv.master.copy_schedule import CopySchedule, GroupLayer
 
 GROUPS = (
     KVGroup((0, 2, 3), 1, 4, "float32", 16),
@@ -46,7 +46,7 @@ wait 4, store 4, end
 @pytest.mark.parametrize(("num_buffers", "expected"), [(1, ONE_BUFFER), (2, TWO_BUFFERS)])
 def test_a_layer_is_loaded_when_its_buffer_is_free(num_buffers: int, expected: str) -> None:
     recorder = Recorder()
-    with scheduled_copies(GROUPS, num_buffers, recorder) as stream:
+    with CopySchedule(GROUPS).copies(num_buffers, recorder) as stream:
         for layer in range(5):
             stream.before_write(layer)
             stream.after_write(layer)
@@ -56,6 +56,6 @@ def test_a_layer_is_loaded_when_its_buffer_is_free(num_buffers: int, expected: s
 
 def test_a_pass_that_fails_waits_for_no_store() -> None:
     recorder = Recorder()
-    with pytest.raises(ValueError, match="no"), scheduled_copies(GROUPS, 1, recorder):
+    with pytest.raises(ValueError, match="no"), CopySchedule(GROUPS).copies(1, recorder):
         raise ValueError("no")
     assert "end" not in recorder.calls
