@@ -21,7 +21,7 @@ import numpy as np
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
-from swiftkv.transport.base import Runs, Transport
+from swiftkv.transport.base import HostPools, Runs, Transport
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.transport.select import open_transport
@@ -100,7 +100,9 @@ def report(paths: list[Path], num_blocks: int, num_bytes: int, seconds: float) -
     own = Pool([(GROUP, -(-num_blocks // GROUP.num_layers))])
     own.tensor.fill_(2)
     handles = [find_pool(path, timeout_s=60) for path in paths]
-    lent = np.memmap(f"/proc/{handles[0].pid}/fd/{handles[0].fd}", np.uint8, "r+", shape=(handles[0].nbytes,))
+    assert isinstance(handles[0].memory, HostPools)
+    (memory,) = handles[0].memory.ranks
+    lent = np.memmap(f"/proc/{memory.pid}/fd/{memory.fd}", np.uint8, "r+", shape=(handles[0].nbytes,))
     transports = [open_transport("shm", own), open_transport("shm", own, num_threads=2), open_transport("p2p", own)]
     for transport, handle in zip(transports, handles, strict=True):
         transport.attach(0, handle)

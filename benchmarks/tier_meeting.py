@@ -22,7 +22,7 @@ import numpy.typing as npt
 from swiftkv._core import GroupSpec, Scheduler, StepPlan, StepTime, StepWork
 from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.tier.loads import num_needed
+from swiftkv.tier.load_choice import num_needed
 from swiftkv.tier.rates import LoadPlanner, num_not_loaded
 
 BLOCK_TOKENS = 16

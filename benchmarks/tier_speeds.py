@@ -37,7 +37,7 @@ from lending_node import (
 )
 from tiers import NAME, change_storage, metric, restart_engine, ttft_s, wait_until
 
-from swiftkv.tier.loads import num_needed
+from swiftkv.tier.load_choice import num_needed
 
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 _WARMUP_PROMPTS = 6

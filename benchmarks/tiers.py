@@ -57,7 +57,7 @@ from storage import Case, Plain, PlainMooncake, PlainRedis, measure
 from swiftkv.admin_key import find_admin_key
 from swiftkv.checkpoint import read_texts, save, standard_library_files, train_tokenizer
 from swiftkv.planning.models import SizedPlan
-from swiftkv.tier.loads import num_needed
+from swiftkv.tier.load_choice import num_needed
 
 NAME = "small"
 _POLL_S = 0.05

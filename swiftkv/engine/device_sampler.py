@@ -20,12 +20,13 @@ from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.engine.token_sampler import (
-    GREEDY_BELOW,
     FinishedSample,
     LogitRows,
     PendingSample,
     Sampled,
     split_repeated,
+    temperature_of,
+    top_k_of,
 )
 from swiftkv.kernels import triton_logprobs
 from swiftkv.kernels.host_copies import download, upload
@@ -126,8 +127,8 @@ class DeviceSampler:
 
     def seat(self, slot: int, request: Request) -> None:
         asked, params = request.sampling, self._params
-        _set(params.temperature, slot, asked.temperature if asked.temperature >= GREEDY_BELOW else 0.0)
-        _set(params.top_k, slot, asked.top_k if 0 < asked.top_k < self._vocab_size else self._vocab_size)
+        _set(params.temperature, slot, temperature_of(asked))
+        _set(params.top_k, slot, top_k_of(asked, self._vocab_size))
         _set(params.top_p, slot, asked.top_p)
         _set(params.min_p, slot, asked.min_p)
         _set(params.seeds, slot, int(np.uint64(request.seed).astype(np.int64)))

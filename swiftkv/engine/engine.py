@@ -84,6 +84,7 @@ from swiftkv.engine.pooler import Pooler, pooled_by_request
 from swiftkv.engine.request import Request
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.sampler import open_sampler
+from swiftkv.engine.seats import Seats
 from swiftkv.engine.statistics import EngineStatistics
 from swiftkv.engine.token_rules import TokenRules
 from swiftkv.engine.token_sampler import LogitRows, PendingSample, Sampled, TokenSampler
@@ -174,8 +175,7 @@ class Engine:
         self._tracer = StepTracer(self._lending.leased_bytes)
         self._requests: dict[int, Request] = {}
         self._admitted: dict[int, Admitted] = {}  # by request id: the last `Admitted` sent to the gateway
-        self._slot_request_ids = np.zeros(config.max_num_seqs, np.uint64)  # by slot: the last request in it
-        self._slot_taken = np.zeros(config.max_num_seqs, np.bool_)
+        self._seats = Seats(self._sampler, config.max_num_seqs)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._statistics = EngineStatistics(config, runner, self._scheduler, self._tier, self._turns, self._pins)
@@ -256,7 +256,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan, preparing_s: float) -> None:
         launched_s = time.monotonic()
-        self._seat(plan)
+        self._seats.follow(plan, self._requests)
         self._announce_admitted(plan)
         masks = self._grammars.masks_of(plan)
         if masks is not None and not self._launched:
@@ -471,28 +471,13 @@ class Engine:
         self._prompt_logprobs.discard(request_id)
         self._tracer.discard(request_id)
 
-    def _seat(self, plan: StepPlan) -> None:
-        """Tell the sampler which slots this plan takes from preempted requests, and which request gets which slot."""
-        for request_id in plan.preempted_request_ids.tolist():
-            for slot in np.flatnonzero(self._slot_taken & (self._slot_request_ids == request_id)).tolist():
-                self._slot_taken[slot] = False
-                self._sampler.park(slot, self._requests[request_id])
-        slots, request_ids = plan.row_slots, plan.request_ids
-        for index in np.flatnonzero(~self._slot_taken[slots] | (self._slot_request_ids[slots] != request_ids)):
-            self._sampler.seat(int(slots[index]), self._requests[int(request_ids[index])])
-        self._slot_request_ids[slots] = request_ids
-        self._slot_taken[slots] = True
-
     def _publish(self, plan: StepPlan, sampled: Sampled, result: StepResult, traces: list[StepTrace]) -> None:
         reasons = result.finish_reasons
-        for request_id in result.request_ids[reasons != FINISH_RUNNING].tolist():
+        has_ended = reasons != FINISH_RUNNING
+        for request_id in result.request_ids[has_ended].tolist():
             self._offer_prompt(request_id)
         is_answer = reasons < FINISH_ABORTED  # clients get these tokens
-        rows = np.flatnonzero(is_answer)
-        if self._grammars:
-            rows = self._follow_grammars(result, rows)
-        if self._rules:
-            self._rules.advance(result.request_ids[rows].tolist(), result.token_ids[rows].tolist())
+        rows = self._follow_answers(result, np.flatnonzero(is_answer))
         pooled = pooled_by_request(sampled, result.request_ids, rows)
         if pooled:
             rows = rows[:0]  # a pooled request samples no token: its row only marks its end
@@ -500,19 +485,14 @@ class Engine:
         self._stats_changed = True
         stats = None if self._scheduler.has_work() else self._stats()
         if len(rows) or pooled or traces or stats is not None:
-            logprobs: dict[int, list[TokenLogprobs]] = {}
-            for row, entry in sampled.logprobs.items():  # in the order of rows
-                if is_answer[row]:
-                    logprobs.setdefault(int(result.request_ids[row]), []).append(entry)
+            request_ids = result.request_ids[rows]
             self._send(
                 StepOutput(
-                    result.request_ids[rows].tobytes(),
+                    request_ids.tobytes(),
                     result.token_ids[rows].tobytes(),
                     reasons[rows].tobytes(),
-                    logprobs=logprobs or None,
-                    prompt_logprobs=(
-                        self._finished_prompt_logprobs(result.request_ids[rows]) if self._prompt_logprobs else None
-                    ),
+                    logprobs=_logprobs_by_request(sampled, result.request_ids, is_answer) or None,
+                    prompt_logprobs=self._finished_prompt_logprobs(request_ids) or None,
                     stats=stats,
                     messages_taken=self._messages_taken,
                     pooled=pooled or None,
@@ -520,8 +500,16 @@ class Engine:
                     ended_s=time.perf_counter(),
                 )
             )
-        if np.any(reasons != FINISH_RUNNING):
+        if has_ended.any():
             self._drop_finished(plan, sampled, result)
+
+    def _follow_answers(self, result: StepResult, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Have grammars and rules take the tokens of `rows`. Return the rows of the requests that can go on."""
+        if self._grammars:
+            rows = self._follow_grammars(result, rows)
+        if self._rules:
+            self._rules.advance(result.request_ids[rows].tolist(), result.token_ids[rows].tolist())
+        return rows
 
     def _offer_prompt(self, request_id: int) -> None:
         """Offer storage the prompt of a request that is ending, if the client asked for it to be stored."""
@@ -591,12 +579,14 @@ class Engine:
         self._cache_records.found_more(request_id, cached_tokens)
         return Admitted(request_id, cached_tokens, dict(Counter(before.elsewhere) + Counter(loaded)))
 
-    def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]] | None:
+    def _finished_prompt_logprobs(self, request_ids: npt.NDArray[np.uint64]) -> dict[int, list[bytes]]:
+        if not self._prompt_logprobs:
+            return {}
         each_once = dict.fromkeys(request_ids.tolist())
         found = {request_id: self._prompt_logprobs.pop(request_id) for request_id in each_once}
         return {
             request_id: pack_prompt_logprobs(logprobs) for request_id, logprobs in found.items() if logprobs is not None
-        } or None
+        }
 
     def _send_stats(self) -> None:
         self._send(StepOutput(b"", b"", b"", stats=self._stats(), messages_taken=self._messages_taken))
@@ -609,3 +599,14 @@ class Engine:
     def _send(self, message: FromEngine) -> None:
         """Send a message. Block while the gateway is behind."""
         self._outputs_socket.send(self._encoder.encode(message))
+
+
+def _logprobs_by_request(
+    sampled: Sampled, request_ids: npt.NDArray[np.uint64], is_answer: npt.NDArray[np.bool_]
+) -> dict[int, list[TokenLogprobs]]:
+    """Return the log-probabilities of the tokens that clients get, in the order of rows."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    for row, entry in sampled.logprobs.items():
+        if is_answer[row]:
+            logprobs.setdefault(int(request_ids[row]), []).append(entry)
+    return logprobs

@@ -20,7 +20,7 @@ from swiftkv.lease.wire import SocketWire
 from swiftkv.lending_party import borrow_links, lend_links, open_party
 from swiftkv.master.borrower import Borrower
 from swiftkv.master.layer_stream import runs_of
-from swiftkv.transport.base import PeerHandle, TwoSidedTransport
+from swiftkv.transport.base import PeerHandle
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.wakeup import Wakeup
@@ -150,9 +150,8 @@ class _PeerPools:
         self._runner = runner
 
     def find(self, store_path: str) -> PeerHandle:
-        peer = find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S)
-        transport = self._runner.transport
-        return transport.meet(peer) if isinstance(transport, TwoSidedTransport) else peer
+        assert self._runner.transport is not None
+        return self._runner.transport.meet(find_pool(Path(store_path), _RENDEZVOUS_TIMEOUT_S))
 
     def attach(self, link: int, pool: PeerHandle) -> None:
         self._runner.attach_lender(link, pool)

@@ -40,7 +40,7 @@ from swiftkv.errors import ConfigError, EngineError, FilesChangedError, Transfer
 from swiftkv.master.layer_stream import CopyKind, runs_of
 from swiftkv.models.batch import Int32Array
 from swiftkv.processes import how_it_ended, module_command
-from swiftkv.transport.base import Int64Array, PeerHandle, PoolMemory
+from swiftkv.transport.base import HostMemory, Int64Array, PeerHandle
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.shm import map_peer_memory, map_pool
 
@@ -177,9 +177,13 @@ class LeadingRunner(ModelRunner):
         if any(each.files != told[0].files for each in told):
             raise FilesChangedError(f"{config.path}: files were replaced while the ranks read them")
         self._followers = followers
-        self.other_ranks = pools_of(followers.pids, [each.pool for each in told[1:]])
+        self._other_ranks = pools_of(followers.pids, [each.pool for each in told[1:]])
         self._lender_parts: dict[int, list[torch.Tensor]] = {}  # by link: what `lender_pools` adds for the other ranks
         self._deadline_s = _deadline_s(config)
+
+    @property
+    def other_ranks(self) -> Sequence[HostMemory]:
+        return self._other_ranks
 
     def rank_pools(self) -> list[torch.Tensor]:
         """Return the pools of all ranks, as `ModelRunner.rank_pools` does.
@@ -190,10 +194,7 @@ class LeadingRunner(ModelRunner):
         if not self.other_ranks:
             raise ConfigError("tiers: KV of other ranks on GPUs is out of reach")
         try:
-            others = [
-                map_peer_memory(memory.pid, memory.fd, memory.device, memory.inode, self.pool.nbytes)
-                for memory in self.other_ranks
-            ]
+            others = [map_peer_memory(memory, self.pool.nbytes) for memory in self.other_ranks]
         except TransferError as error:
             raise ConfigError(f"tiers: KV of other ranks is out of reach: {error}") from error
         return [*super().rank_pools(), *others]
@@ -366,12 +367,12 @@ def begin_serving(runner: ModelRunner, group: RankGroup, deadline_s: float) -> l
     return [Told(files, pool) for files, *pool in told]
 
 
-def pools_of(pids: Sequence[int], identities: Sequence[Sequence[int]]) -> list[PoolMemory]:
+def pools_of(pids: Sequence[int], identities: Sequence[Sequence[int]]) -> list[HostMemory]:
     """Return the pools of other ranks, given their processes and each `Pool.identity`.
 
     Return none for pools on GPUs, whose identities are empty: their memory has no descriptor.
     """
-    return [PoolMemory(pid, *identity) for pid, identity in zip(pids, identities, strict=True) if identity]
+    return [HostMemory(pid, *identity) for pid, identity in zip(pids, identities, strict=True) if identity]
 
 
 def _deadline_s(config: EngineConfig) -> float:

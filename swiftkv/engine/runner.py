@@ -37,7 +37,7 @@ from swiftkv.models.registry import read_config
 from swiftkv.models.rope import table_digest
 from swiftkv.progress import PROGRESS
 from swiftkv.tier.reach import Reach, reach_of
-from swiftkv.transport.base import DevicePool, PeerHandle, PoolMemory, SharedPool, Transport
+from swiftkv.transport.base import DevicePool, HostMemory, PeerHandle, SharedPool, Transport
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.select import open_transport
 from swiftkv.units import PoolBytes
@@ -99,8 +99,6 @@ class ModelRunner:
         self.transport = _open_transport(config, self.pool, groups)
         """Copies between our pool and the pools of lenders; `None` without lenders in the configuration."""
         self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups, communicator)
-        self.other_ranks: Sequence[PoolMemory] = ()
-        """The pools of the other ranks, laid out like `pool`; empty unless this is rank 0 of several."""
         self._capture_streaming()
         self.pool.fill_ahead()
 
@@ -119,6 +117,11 @@ class ModelRunner:
             kv_bytes = int(self._communicator.all_gather(torch.tensor([own_bytes], device=self.device)).min())
         _check_room(config, division, kv_bytes)
         return kv_bytes
+
+    @property
+    def other_ranks(self) -> Sequence[HostMemory]:
+        """The pools of the other ranks, laid out like `pool`; empty unless this is rank 0 of several."""
+        return ()
 
     def rank_pools(self) -> list[torch.Tensor]:
         """Return the pools of all ranks as uint8 `[pool bytes]`, mapped here, our own first.

@@ -22,13 +22,14 @@ from swiftkv.engine.messages import TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_counts import TokenCounts
 from swiftkv.engine.token_sampler import (
-    GREEDY_BELOW,
     FinishedSample,
     LogitRows,
     PendingSample,
     Sampled,
     TokenSampler,
     split_repeated,
+    temperature_of,
+    top_k_of,
 )
 
 _DRAWN, _FILTERED, _EDITED, _PENALISED, _LOGPROBS = 1, 2, 4, 8, 16
@@ -71,17 +72,17 @@ class Sampler:
 
     def seat(self, slot: int, request: Request) -> None:
         params = request.sampling
-        drawn = params.temperature >= GREEDY_BELOW
+        temperature, top_k = temperature_of(params), top_k_of(params, self._vocab_size)
         self._flags[slot] = (
-            _DRAWN * drawn
-            | _FILTERED * (0 < params.top_k < self._vocab_size or params.top_p < 1 or params.min_p > 0)
+            _DRAWN * (temperature > 0)
+            | _FILTERED * (top_k < self._vocab_size or params.top_p < 1 or params.min_p > 0)
             | _LOGPROBS * (params.logprobs is not None)
         )
         self._seeds[slot] = request.seed
         self._logprob_counts[slot] = params.logprobs or 0
-        self._temperature[slot] = params.temperature if drawn else 1.0
+        self._temperature[slot] = temperature or 1.0
         self._min_p[slot] = params.min_p
-        self._top_k[slot] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
+        self._top_k[slot] = top_k
         self._top_p[slot] = params.top_p
         self._edits.pop(slot, None)
         if (edits := LogitEdits.of(request)) is not None:

@@ -251,11 +251,15 @@ class StorageTier(Tier):
         self._loads.close()
         self._is_leaving = True
         if self._spec.write_policy == "write_back":
-            self._scheduler.set_write_policy("write_through")
+            self._offer_all()
         self._store()
         while self._writer.wait_for_room(write_until_s) and self._store():
             pass
         self._scheduler.set_write_policy("never")
+
+    def _offer_all(self) -> None:
+        """Offer all blocks in the prefix index, as the scheduler does when it begins to write through."""
+        self._scheduler.set_write_policy("write_through")
 
     def _may_write(self) -> bool:
         """Return whether blocks may be written now. Loads go first, until the tier is left."""

@@ -16,6 +16,26 @@ from swiftkv.engine.token_masks import MASK_BITS, TokenMasks, forbid_unless_need
 
 
 @dataclass(frozen=True, slots=True)
+class _ThinkingBudget:
+    """The answer's place in its reasoning, and the number of tokens that are left for it."""
+
+    reasoning: ReasoningPlace
+    num_left: int
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the reasoning has to end now."""
+        return self.reasoning.is_inside and self.num_left <= 0
+
+    def after(self, token_id: int) -> _ThinkingBudget:
+        """Return the budget after the next token."""
+        num_left = self.num_left - self.reasoning.is_inside
+        reasoning = replace(self.reasoning)
+        reasoning.take(token_id)
+        return _ThinkingBudget(reasoning, num_left)
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """The rules of a request, and its place in the answer.
 
@@ -23,31 +43,24 @@ class _Place:
         allowed: The mask of the tokens that are allowed anywhere.
         bad_ends: The last tokens of bad words, by the tokens before them.
         recent: The latest tokens of the answer: at most one fewer than the longest bad word has.
-        reasoning: The answer's place in its reasoning; `None`: there is no budget for reasoning.
-        num_thoughts_left: The number of tokens left of that budget.
+        budget: The budget for reasoning; `None`: there is none.
     """
 
     allowed: npt.NDArray[np.uint32]  # [ceil(vocab / 32)]
     bad_ends: Mapping[tuple[int, ...], list[int]]
     recent: list[int]
-    reasoning: ReasoningPlace | None
-    num_thoughts_left: int
+    budget: _ThinkingBudget | None
 
     def after(self, token_id: int) -> _Place:
         """Return the place after the next token."""
         num_kept = max(map(len, self.bad_ends), default=0)
         recent = [*self.recent, token_id][-num_kept:] if num_kept else []
-        if self.reasoning is None:
-            return replace(self, recent=recent)
-        num_left = self.num_thoughts_left - self.reasoning.is_inside
-        reasoning = replace(self.reasoning)
-        reasoning.take(token_id)
-        return replace(self, recent=recent, reasoning=reasoning, num_thoughts_left=num_left)
+        return replace(self, recent=recent, budget=None if self.budget is None else self.budget.after(token_id))
 
     def narrow(self, words: npt.NDArray[np.uint32]) -> None:
         """Remove from a mask the tokens that may not come next."""
-        if self.reasoning is not None and self.reasoning.is_inside and self.num_thoughts_left <= 0:
-            token_id = self.reasoning.next_of_end
+        if self.budget is not None and self.budget.is_spent:
+            token_id = self.budget.reasoning.next_of_end
             words[:] = 0
             words[token_id // MASK_BITS] = np.uint32(1) << np.uint32(token_id % MASK_BITS)
             return
@@ -70,14 +83,13 @@ class TokenRules:
 
     def hold(self, request_id: int, params: SamplingParams) -> None:
         """Hold a request to its rules from now on, if it has any."""
-        budget = params.thinking_budget
-        if params.allowed_token_ids is None and not params.bad_words and budget is None:
+        if params.allowed_token_ids is None and not params.bad_words and params.thinking_budget is None:
             return
-        reasoning = None
-        if budget is not None and params.reasoning is not None:
-            reasoning = ReasoningPlace.of(params.reasoning)
+        budget = None
+        if params.thinking_budget is not None and params.reasoning is not None:
+            budget = _ThinkingBudget(ReasoningPlace.of(params.reasoning), params.thinking_budget)
         self._places[request_id] = _Place(
-            self._mask_of(params.allowed_token_ids), _by_beginning(params.bad_words), [], reasoning, budget or 0
+            self._mask_of(params.allowed_token_ids), _by_beginning(params.bad_words), [], budget
         )
 
     def release(self, request_id: int) -> None:

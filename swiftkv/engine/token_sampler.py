@@ -14,12 +14,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swiftkv.engine.messages import TokenLogprobs
+from swiftkv.engine.messages import SamplingParams, TokenLogprobs
 from swiftkv.engine.request import Request
 from swiftkv.engine.token_masks import TokenMasks
 
-GREEDY_BELOW = 1e-5
+_GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy."""
+
+
+def temperature_of(params: SamplingParams) -> float:
+    """Return the temperature at which a request's tokens are drawn; 0 if it is greedy."""
+    return params.temperature if params.temperature >= _GREEDY_BELOW else 0.0
+
+
+def top_k_of(params: SamplingParams, vocab_size: int) -> int:
+    """Return how many of the likeliest tokens a request's are drawn from; `vocab_size` if from all."""
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from swiftkv.histogram import Histogram
 
 if TYPE_CHECKING:
-    from swiftkv._lease import Int32Array, UInt32Array
+    from swiftkv._lease import BorrowerLedger, Int32Array, LenderLedger, UInt32Array
 
 MAX_LEASE_MESSAGE_BYTES = 64 << 20
 """ZMQ_MAXMSGSIZE of all lease sockets: a link of ten million extents can be shown in one message."""
@@ -190,6 +190,35 @@ class LinkState(msgspec.Struct, array_like=True, frozen=True):
     states: bytes | None = None  # uint8 [num_extents], numbers of states
     epochs: bytes | None = None  # uint32 [num_extents]
     no_offer_s: float | None = None  # seconds until offers resume: the lender needed blocks itself; None: no pause
+
+
+def link_state(
+    geometry: LinkGeometry,
+    ledger: LenderLedger | BorrowerLedger,
+    states: Sequence[str],
+    *,
+    peer: str,
+    peer_state: str,
+    num_bytes: int,
+    heard_s_ago: float | None,
+    peer_extents: int | None,
+    with_extents: bool,
+    no_offer_s: float | None = None,
+) -> LinkState:
+    """Return a link's state with the counts of its ledger by `states`, and with all extents if `with_extents`."""
+    numbers, epochs = ledger.table() if with_extents else (None, None)
+    return LinkState(
+        peer=peer,
+        peer_state=peer_state,
+        geometry=geometry,
+        counts={state: getattr(ledger, state) for state in states},
+        num_bytes=num_bytes,
+        heard_s_ago=heard_s_ago,
+        peer_extents=peer_extents,
+        states=None if numbers is None else numbers.tobytes(),
+        epochs=None if epochs is None else epochs.tobytes(),
+        no_offer_s=no_offer_s,
+    )
 
 
 class LeasedBytes(msgspec.Struct, array_like=True, frozen=True):

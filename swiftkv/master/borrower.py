@@ -38,7 +38,7 @@ from swiftkv.lease.messages import (
 )
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Wire
-from swiftkv.master.lenders import BorrowLink, LenderPeer, lenders_of, link_state
+from swiftkv.master.lenders import Asking, Attaching, BorrowLink, InUse, LenderPeer, lenders_of, state_of_link
 from swiftkv.transport.base import PeerHandle
 from swiftkv.transport.rendezvous import withdraw_pool
 
@@ -189,8 +189,8 @@ class Borrower:
         while self._outcomes:
             self._on_outcome(*self._outcomes.popleft(), now_s)
         for peer in self._peers:
-            if peer.welcome is None and now_s >= peer.hello_due_s:
-                peer.hello_due_s = now_s + _HELLO_RETRY_S
+            if isinstance(peer.phase, Asking) and now_s >= peer.phase.hello_due_s:
+                peer.phase.hello_due_s = now_s + _HELLO_RETRY_S
                 self._say_hello(peer)
         if self._is_draining:
             for link in self._links:
@@ -198,12 +198,13 @@ class Borrower:
             self._is_draining = any(link.ledger.recalled for link in self._links)
         if self._is_draining:
             return now_s + _DRAIN_POLL_S
-        return min((peer.hello_due_s for peer in self._peers if peer.welcome is None), default=float("inf"))
+        phases = (peer.phase for peer in self._peers)
+        return min((phase.hello_due_s for phase in phases if isinstance(phase, Asking)), default=float("inf"))
 
     def describe(self, state: LendingState, with_extents: bool) -> LendingState:
         now_s = self._wire.now_s()
         links = [
-            link_state(peer, link, now_s=now_s, with_extents=with_extents)
+            state_of_link(peer, link, now_s=now_s, with_extents=with_extents)
             for peer in self._peers
             for link in peer.links
         ]
@@ -246,7 +247,7 @@ class Borrower:
         self._wire.send_to_lender(peer.index, hello)
 
     def _on_welcome(self, peer: LenderPeer, welcome: Welcome) -> None:
-        if peer.welcome is not None or welcome.attempt != peer.attempt:
+        if not isinstance(peer.phase, Asking) or welcome.attempt != peer.attempt:
             return
         if welcome.refused is not None:
             self._try_later(peer, welcome.refused)
@@ -268,8 +269,7 @@ class Borrower:
             self._wire.watch_exit(peer.process, lambda: self._on_exit(peer))
         peer.incarnation = welcome.sender
         peer.heard_s = self._wire.now_s()
-        peer.welcome = welcome
-        peer.state = "attaching"
+        peer.phase = Attaching()
         found = self._finders.submit(self._find_all, welcome.store_paths)
         self._searches.append(_Attachment(peer.index, peer.attempt, welcome.store_paths, found))
         found.add_done_callback(lambda _: self._wire.wake())
@@ -277,7 +277,7 @@ class Borrower:
     def _try_later(self, peer: LenderPeer, reason: str) -> None:
         if reason != peer.state:
             _log.warning("%s lends nothing: %s", peer.spec.name, reason)
-        self._attach_anew(peer, self._wire.now_s() + _ATTACH_RETRY_S, reason)
+        peer.ask_anew(reason, self._wire.now_s() + _ATTACH_RETRY_S)
 
     def _find_all(self, store_paths: Sequence[str]) -> list[PeerHandle]:
         return [self._pools.find(path) for path in store_paths]
@@ -296,7 +296,7 @@ class Borrower:
 
     def _is_current(self, attachment: _Attachment) -> bool:
         peer = self._peers[attachment.lender]
-        return peer.welcome is not None and attachment.attempt == peer.attempt
+        return not isinstance(peer.phase, Asking) and attachment.attempt == peer.attempt
 
     def _on_outcome(self, attachment: _Attachment, failure: str | None, now_s: float) -> None:
         peer = self._peers[attachment.lender]
@@ -307,19 +307,11 @@ class Borrower:
             return
         if failure is not None:
             _log.warning("cannot attach to the pool of %s: %s", peer.spec.name, failure)
-            self._attach_anew(peer, now_s + _ATTACH_RETRY_S, failure)
+            peer.ask_anew(failure, now_s + _ATTACH_RETRY_S)
             return
-        peer.is_attached = True
-        peer.state = "attached"
+        peer.phase = InUse()
         _log.info("attached to the pool of %s", peer.spec.name)
         self._wire.send_to_lender(peer.index, Attached(self._me.incarnation, peer.incarnation, peer.attempt))
-
-    def _attach_anew(self, peer: LenderPeer, hello_due_s: float, state: str) -> None:
-        peer.attempt += 1
-        peer.welcome = None
-        peer.is_attached = False
-        peer.state = state
-        peer.hello_due_s = hello_due_s
 
     def _on_exit(self, peer: LenderPeer) -> None:
         """Give up the extents of a dead lender. The engine detaches its pool once no step needs it."""
@@ -331,7 +323,7 @@ class Borrower:
         self._orders.append(peer.index)
         self._wake_engine()
         self._wire.reconnect(peer.index)
-        self._attach_anew(peer, 0.0, "not there")
+        peer.ask_anew("not there", hello_due_s=0.0)
         peer.process = None
         peer.reported = []
 
@@ -345,7 +337,7 @@ class Borrower:
             link.ledger.give_back(lost)
             self._count_given_back(link, lost)
         self._wire.send_to_lender(peer.index, Detached(self._me.incarnation, peer.incarnation))
-        self._attach_anew(peer, now_s + _ATTACH_RETRY_S, "a transfer failed")
+        peer.ask_anew("a transfer failed", now_s + _ATTACH_RETRY_S)
 
     def _on_offer(self, peer: LenderPeer, link: BorrowLink, extents: Int32Array, epochs: UInt32Array) -> None:
         taken, accepted, accepted_epochs = link.ledger.on_offer(extents, epochs)

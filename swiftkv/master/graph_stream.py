@@ -1,7 +1,7 @@
 """Streams borrowed KV inside a CUDA graph: the same launches for every step, over lists that each step writes anew.
 
-The order is that of `master.layer_stream`, with one difference. A graph cannot leave out a copy, so every layer has a
-spill, a load and a store; if a step does not need one of them, its list is empty. The copies are launched on a CUDA
+The order is that of `master.copy_schedule`, as for other steps. But a graph cannot leave out a copy, so every layer has
+a spill, a load and a store; if a step does not need one of them, its list is empty. The copies are launched on a CUDA
 stream of their own, which is forked from the capturing stream and joined to it at the end. So they become a branch of
 the graph: layer `l + 1` is loaded while layer `l` is computed. The lists are data, so attaching a lender needs no new
 capture.
@@ -15,7 +15,7 @@ runs between the kernels that compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -24,10 +24,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from swiftkv.cache.geometry import KVGroup
 from swiftkv.kernels.host_copies import write
 from swiftkv.kernels.triton_clock import stamp
 from swiftkv.kernels.triton_copy import BLOCK_FIELDS, HEADER_FIELDS, move_blocks, pack_lists
-from swiftkv.master.layer_stream import GroupCopies, LayerStream, StepCopies, StreamTimings, buffers_of
+from swiftkv.master.copy_schedule import GroupLayer
+from swiftkv.master.layer_stream import (
+    GroupCopies,
+    LayerStream,
+    StepCopies,
+    StreamTimings,
+    buffers_of,
+    copies_by_group,
+)
 from swiftkv.models.stream import KVStream
 from swiftkv.transport.base import Int64Array, Runs
 from swiftkv.transport.mappings import Mappings
@@ -67,21 +76,11 @@ class GraphStream:
 
         `layer_stream` records the timings. `max_programs` is passed to `move_blocks`.
         """
-        device = mappings.pool.device
-        groups = layer_stream.groups
         self.num_buffers = num_buffers
         self._layer_stream = layer_stream
         self._mappings = mappings
         self._room_blocks = room_blocks
-        self._max_programs = max_programs
-        self._places = {layer: (n, index) for n, group in enumerate(groups) for index, layer in enumerate(group.layers)}
-        self._end = max(self._places) + 1
-        num_lists = len(groups) * self._lists_per_group
-        size = HEADER_FIELDS * num_lists + BLOCK_FIELDS * room_blocks
-        self._packed = torch.zeros(size, dtype=torch.int64, device=device)  # the lists, as from `pack_lists`; all empty
-        self._times = torch.zeros((self._end + 1) * _MOMENTS, dtype=torch.int64, device=device)
-        self._lane = _Lane(device)
-        self._loaded: dict[int, _Mark] = {}  # by layer
+        self._launcher = _Launcher(mappings.pool, layer_stream.groups, num_buffers, room_blocks, max_programs)
         self._filled: tuple[GroupCopies, ...] = ()
 
     def fill(self, plan: StepCopies) -> bool:
@@ -91,75 +90,89 @@ class GraphStream:
         write nothing.
         """
         assert buffers_of(plan) == self.num_buffers
-        groups = self._layer_stream.groups
-        copies = tuple(GroupCopies.from_plan(plan, number, group) for number, group in enumerate(groups))
+        copies = copies_by_group(plan, self._layer_stream.groups)
         lists = [self._flatten(runs) for group in copies for runs in (group.spill, *group.loads, *group.stores)]
         if sum(map(len, lists)) > self._room_blocks:
             return False
-        write(pack_lists(lists), self._packed)
+        write(pack_lists(lists), self._launcher.packed)
         self._filled = copies
         return True
 
     @contextmanager
     def launches(self) -> Iterator[KVStream]:
         """Yield the hooks for one forward pass; on leaving, make the current CUDA stream wait for all copies."""
-        for layer, (_, index) in sorted(self._places.items()):
-            if index < self.num_buffers:
-                self._load(layer)
-        yield self
-        self._note(self._end, _ARRIVED)
-        self._lane.mark().wait()
+        with self._layer_stream.schedule.copies(self.num_buffers, self._launcher) as stream:
+            yield stream
 
     def launched(self) -> None:
         """Register the step that `fill` wrote, after its launch on the current stream."""
-        times = torch.empty(self._times.shape, dtype=torch.int64, pin_memory=self._times.device.type == "cuda")
-        times.copy_(self._times, non_blocking=True)  # before the next replay
+        device_times = self._launcher.times
+        times = torch.empty(device_times.shape, dtype=torch.int64, pin_memory=device_times.device.type == "cuda")
+        times.copy_(device_times, non_blocking=True)  # before the next replay
         self._layer_stream.launched(ReplayedStep(self._filled, times.view(-1, _MOMENTS)))
-
-    def before_write(self, layer: int) -> None:
-        self._note(layer, _ARRIVED)
-        self._loaded[layer].wait()
-
-    def after_write(self, layer: int) -> None:
-        group, index = self._places[layer]
-        with self._lane.behind_computing():
-            self._note(layer, _STORE_BEGAN)
-            self._move(group, 1 + self.num_buffers + index % self.num_buffers, index, to_peer=True)
-            self._note(layer, _STORED)
-
-    def after_attention(self, layer: int) -> None:
-        group, index = self._places[layer]
-        layers, following = self._layer_stream.groups[group].layers, index + self.num_buffers
-        if following < len(layers):
-            self._load(layers[following])
-
-    def _load(self, layer: int) -> None:
-        group, index = self._places[layer]
-        with self._lane.behind_computing():
-            self._note(layer, _LOAD_BEGAN)
-            self._move(group, 0, index, to_peer=True)
-            self._note(layer, _SPILLED)
-            self._move(group, 1 + index % self.num_buffers, index, to_peer=False)
-            self._note(layer, _LOADED)
-        self._loaded[layer] = self._lane.mark()
-
-    def _move(self, group: int, number: int, index: int, to_peer: bool) -> None:
-        """Launch the copies of one list of a group, at its layer `index`."""
-        width_bytes = self._layer_stream.groups[group].layer_block_bytes
-        which = group * self._lists_per_group + number
-        pool, most = self._mappings.pool, self._room_blocks
-        move_blocks(pool, self._packed, which, most, width_bytes, index, to_peer, self._max_programs)
-
-    def _note(self, row: int, moment: int) -> None:
-        stamp(self._times, row * _MOMENTS + moment)
 
     def _flatten(self, runs: Runs | None) -> Int64Array:
         return np.empty((0, BLOCK_FIELDS), np.int64) if runs is None else self._mappings.flatten(runs)
 
+
+class _Launcher:
+    """A `Copier` that launches kernels, which copy what the lists on the device say and note the times."""
+
+    def __init__(
+        self, pool: Tensor, groups: Sequence[KVGroup], num_buffers: int, room_blocks: int, max_programs: int
+    ) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._num_buffers = num_buffers
+        self._room_blocks = room_blocks
+        self._max_programs = max_programs
+        size = HEADER_FIELDS * len(groups) * self._lists_per_group + BLOCK_FIELDS * room_blocks
+        self.packed = torch.zeros(size, dtype=torch.int64, device=pool.device)
+        """The lists, as from `pack_lists`. For each group: spills, and for each buffer loads, and then stores."""
+        self._end_row = 1 + max(layer for group in groups for layer in group.layers)
+        self.times = torch.zeros((self._end_row + 1) * _MOMENTS, dtype=torch.int64, device=pool.device)
+        self._lane = _Lane(pool.device)
+        self._loaded: dict[GroupLayer, _Mark] = {}
+
+    def load(self, layer: GroupLayer) -> None:
+        with self._lane.behind_computing():
+            self._note(layer.number, _LOAD_BEGAN)
+            self._move(layer, 0, to_peer=True)
+            self._note(layer.number, _SPILLED)
+            self._move(layer, 1 + layer.index % self._num_buffers, to_peer=False)
+            self._note(layer.number, _LOADED)
+        self._loaded[layer] = self._lane.mark()
+
+    def store(self, layer: GroupLayer) -> None:
+        with self._lane.behind_computing():
+            self._note(layer.number, _STORE_BEGAN)
+            self._move(layer, 1 + self._num_buffers + layer.index % self._num_buffers, to_peer=True)
+            self._note(layer.number, _STORED)
+
+    def wait_to_write(self, layer: GroupLayer, previous: GroupLayer | None) -> None:
+        """Wait for the load of `layer`, which is launched even if its list is empty, and follows the store."""
+        self._note(layer.number, _ARRIVED)
+        self._loaded[layer].wait()
+
+    def end(self) -> None:
+        self._note(self._end_row, _ARRIVED)
+        self._lane.mark().wait()
+
+    def _move(self, layer: GroupLayer, number: int, to_peer: bool) -> None:
+        """Launch the copies of one list of the layer's group."""
+        width_bytes = self._groups[layer.group].layer_block_bytes
+        which = layer.group * self._lists_per_group + number
+        move_blocks(
+            self._pool, self.packed, which, self._room_blocks, width_bytes, layer.index, to_peer, self._max_programs
+        )
+
+    def _note(self, row: int, moment: int) -> None:
+        stamp(self.times, row * _MOMENTS + moment)
+
     @property
     def _lists_per_group(self) -> int:
         """One list for spills, and for each buffer one for loads and one for stores."""
-        return 1 + 2 * self.num_buffers
+        return 1 + 2 * self._num_buffers
 
 
 class _Lane:

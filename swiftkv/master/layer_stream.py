@@ -1,16 +1,4 @@
-"""Streams borrowed KV through the pool, one layer at a time (SwiftCache, sections 3.2 and 3.3).
-
-Within one KV group, with B layer-stream buffers, layers counted within the group:
-
-    at the start      spill and load layers 0 to B - 1
-    before write(l)   wait for the load of l; if there is none, for the store of layer l - B from the same buffer
-    after write(l)    store l
-    attention(l) done spill and load layer l + B, into the buffer that l used
-    at the end        wait for all stores
-
-Jobs run one after the other in this order, so a buffer is stored before it is loaded again, and blocks that leave the
-pool are copied before anything is written in their place.
-"""
+"""Streams borrowed KV through the pool, one layer at a time, in the order of `master.copy_schedule`."""
 
 from __future__ import annotations
 
@@ -26,13 +14,13 @@ import numpy.typing as npt
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.errors import TransferError
+from swiftkv.master.copy_schedule import CopySchedule, GroupLayer
 from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.stream import NO_STREAM, KVStream
 from swiftkv.transport.base import (
     COPY_TIMING,
     EXPOSURE,
     CopyTimings,
-    DeviceTransport,
     Exposures,
     Int64Array,
     Runs,
@@ -126,6 +114,11 @@ class GroupCopies:
         )
 
 
+def copies_by_group(plan: StepCopies, groups: Sequence[KVGroup]) -> tuple[GroupCopies, ...]:
+    """Return the copies of a step for each KV group."""
+    return tuple(GroupCopies.from_plan(plan, index, group) for index, group in enumerate(groups))
+
+
 def buffers_of(plan: StepCopies) -> int:
     """Return how many buffers a step's copies take in turn; unstaged copies count as one buffer."""
     return max(1, plan.num_stream_buffers)
@@ -162,6 +155,7 @@ class LayerStream:
         Every rank has a `LayerStream` of its own, and all ranks make the same steps.
         """
         self.groups = tuple(groups)
+        self.schedule = CopySchedule(groups)
         self.recent: deque[StreamTimings] = deque(maxlen=_MAX_RECENT)  # single steps; the reader may clear it
         self._transport = transport
         self._communicator = communicator
@@ -181,18 +175,19 @@ class LayerStream:
             yield NO_STREAM
             return
         try:
-            step = self._begin(plan)
-            yield step
-            step.end()
+            step = self._step(plan)
+            with self.schedule.copies(buffers_of(plan), step) as stream:
+                yield stream
         except TransferError:
             self._transport.settle()
             raise
         self.launched(step)
 
-    def _begin(self, plan: StepCopies) -> _Step:
+    def _step(self, plan: StepCopies) -> _Step:
+        copies = copies_by_group(plan, self.groups)
         if self._communicator.size == 1:
-            return _Step(self._transport, self._journal, self.groups, plan)
-        return _RankStep(self._transport, self._journal, self.groups, plan, self._communicator)
+            return _Step(self._transport, self._journal, copies)
+        return _RankStep(self._transport, self._journal, copies, self._communicator)
 
     def launched(self, step: LaunchedStep) -> None:
         """Note a step whose copies were launched, here or in a graph (`master.graph_stream`)."""
@@ -235,9 +230,10 @@ class _Journal:
 
     def waited(self, tickets: Collection[Ticket], by_host: Exposures) -> Exposures:
         """Return how long the device waited for these jobs, or `by_host` if it is the host that waits for copies."""
-        if not isinstance(self._transport, DeviceTransport):
+        by_device = self._transport.take_exposures()
+        if by_device is None:
             return by_host
-        waited, self._waited = _split(np.append(self._waited, self._transport.take_exposures()), tickets)
+        waited, self._waited = _split(np.append(self._waited, by_device), tickets)
         return waited
 
 
@@ -248,47 +244,37 @@ def _split(rows: npt.NDArray[Any], tickets: Collection[Ticket]) -> tuple[npt.NDA
 
 
 class _Step:
-    """The tickets of one step, and how long the host waited for them."""
+    """A `Copier` that submits jobs to a transport. It has their tickets, and how long the host waited for them."""
 
-    def __init__(self, transport: Transport, journal: _Journal, groups: Sequence[KVGroup], plan: StepCopies) -> None:
+    def __init__(self, transport: Transport, journal: _Journal, copies: Sequence[GroupCopies]) -> None:
         self._transport = transport
         self._journal = journal
+        self._copies = copies
+        self._amounts = sum((each.amounts() for each in copies), StreamTimings(num_steps=1))
         self._waited: list[tuple[Ticket, float]] = []  # by the host
-        self._places: dict[int, tuple[GroupCopies, int]] = {}  # by layer: its group, and its index in the group
-        self._amounts = StreamTimings(num_steps=1)
-        for number, group in enumerate(groups):
-            copies = GroupCopies.from_plan(plan, number, group)
-            self._amounts += copies.amounts()
-            self._places |= {layer: (copies, index) for index, layer in enumerate(group.layers)}
-        self._loads: dict[int, Ticket] = {}  # by layer
-        self._stores: dict[int, Ticket] = {}
-        for layer, (copies, index) in sorted(self._places.items(), key=lambda item: item[0]):
-            if index < len(copies.loads):
-                self._load(layer)
+        self._loads: dict[GroupLayer, Ticket] = {}
+        self._stores: dict[GroupLayer, Ticket] = {}
 
-    def before_write(self, layer: int) -> None:
-        copies, index = self._places[layer]
+    def load(self, layer: GroupLayer) -> None:
+        copies = self._copies[layer.group]
+        load = copies.load(layer.index)
+        if load is not None or copies.spill is not None:
+            self._loads[layer] = self._transport.submit(copies.spill, load, layer.index)
+
+    def store(self, layer: GroupLayer) -> None:
+        store = self._copies[layer.group].store(layer.index)
+        if store is not None:
+            self._stores[layer] = self._transport.submit(store, None, layer.index)
+
+    def wait_to_write(self, layer: GroupLayer, previous: GroupLayer | None) -> None:
         if layer in self._loads:
             self._wait(self._loads[layer])
-        elif index >= len(copies.loads):
-            self._wait_for_store(copies.layers[index - len(copies.loads)])
-
-    def after_write(self, layer: int) -> None:
-        copies, index = self._places[layer]
-        store = copies.store(index)
-        if store is not None:
-            self._stores[layer] = self._transport.submit(store, None, index)
-
-    def after_attention(self, layer: int) -> None:
-        copies, index = self._places[layer]
-        following = index + len(copies.loads)
-        if following < len(copies.layers):
-            self._load(copies.layers[following])
+        elif previous in self._stores:
+            self._wait(self._stores[previous])
 
     def end(self) -> None:
-        """Wait for the copies that nothing has waited for yet."""
-        for layer in self._stores:
-            self._wait_for_store(layer)
+        for ticket in self._stores.values():
+            self._wait(ticket)
 
     def timings(self) -> StreamTimings:
         loads, stores = list(self._loads.values()), list(self._stores.values())
@@ -302,16 +288,6 @@ class _Step:
             exposed_load_s=float(exposed_s[np.isin(waited["ticket"], loads)].sum()),
             exposed_store_s=float(exposed_s[np.isin(waited["ticket"], stores)].sum()),
         )
-
-    def _wait_for_store(self, layer: int) -> None:
-        if layer in self._stores:
-            self._wait(self._stores[layer])
-
-    def _load(self, layer: int) -> None:
-        copies, index = self._places[layer]
-        load = copies.load(index)
-        if load is not None or copies.spill is not None:
-            self._loads[layer] = self._transport.submit(copies.spill, load, index)
 
     def _wait(self, ticket: Ticket) -> None:
         begin_s = time.monotonic()
@@ -331,11 +307,10 @@ class _RankStep(_Step):
         self,
         transport: Transport,
         journal: _Journal,
-        groups: Sequence[KVGroup],
-        plan: StepCopies,
+        copies: Sequence[GroupCopies],
         communicator: Communicator,
     ) -> None:
-        super().__init__(transport, journal, groups, plan)
+        super().__init__(transport, journal, copies)
         self._communicator = communicator
         self._failure: TransferError | None = None
 

@@ -241,7 +241,7 @@ class _PoolsOfNobody:
     """Stands for the pools of lenders, which have no bytes in a simulation."""
 
     def find(self, store_path: str) -> PeerHandle:
-        return PeerHandle(pid=0, fd=-1, device=0, inode=0, nbytes=0, store_path=store_path, secret="")
+        return PeerHandle(pid=0, nbytes=0, store_path=store_path, secret="", memory=None)
 
     def attach(self, link: int, pool: PeerHandle) -> None:
         """Do nothing: no bytes are copied."""

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from swiftkv._core import Scheduler
-from swiftkv.arithmetic import ceil_div
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status
 from swiftkv.tier.expected_hits import ExpectedHits
 from swiftkv.tier.keys import split_keys
+from swiftkv.tier.load_choice import LoadChooser, Stretch, WaitingPrompt, num_needed
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.messages import LoadStop, TierSpec
-from swiftkv.tier.rates import LoadPlanner, num_not_loaded
+from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.reach import Reach, Span
 from swiftkv.tier.stored_blocks import BlockName
 
@@ -36,49 +36,59 @@ _WHY_LESS: dict[Status | None, LoadStop] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """The blocks of a prompt that storage should load: from `begin` to `end`, without those that are in the pool."""
+class _Searching:
+    """Storage is asked which blocks it has."""
 
-    begin: int
-    end: int
-
-    @property
-    def is_back(self) -> bool:
-        """Whether the request computes the blocks before the stretch meanwhile. Otherwise it waits for the load."""
-        return self.begin > 0
+    search: Search
 
 
-_NOTHING = _Stretch(0, 0)
+@dataclass(frozen=True, slots=True)
+class _WithoutRoom:
+    """Storage has blocks that are worth loading. The pool has had no room for them yet."""
+
+    is_stored: npt.NDArray[np.uint8]  # [num_keys * groups]
+    stretch: Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """Storage reads blocks; if they are a back, the request may begin with the front of its prompt."""
+
+    load: Load
+    is_back: bool
+    unread: dict[Target, None]  # the targets that are not read yet, in order
 
 
 @dataclass(slots=True)
 class _Wait:
     """A request that is held until its blocks are loaded, or computes its front while its back is loaded."""
 
-    request_id: int
-    num_keys: int
-    num_usable: int  # blocks that it could use on arrival
+    prompt: WaitingPrompt
     deadline_s: float  # monotonic
-    asked: Search | Load
-    is_stored: npt.NDArray[np.uint8] | None = None  # [num_keys * groups]; None: not known yet
-    stretch: _Stretch | None = None  # None: not decided
-    unread: dict[Target, None] = field(default_factory=dict)  # the targets of the load that are not read yet, in order
+    state: _Searching | _WithoutRoom | _Loading
 
     @property
-    def load(self) -> Load | None:
-        return self.asked if isinstance(self.asked, Load) else None
+    def request_id(self) -> int:
+        return self.prompt.request_id
 
     @property
     def computes_front(self) -> bool:
         """Whether it may begin with the front of its prompt while the back is loaded."""
-        return self.load is not None and self.stretch is not None and self.stretch.is_back
+        return isinstance(self.state, _Loading) and self.state.is_back
 
 
 class Loads:
     """Holds requests while storage is asked for their missing blocks, and has the scheduler make room for these.
 
-    Everything here runs in the engine's thread, between two steps. A request asks storage only once, and goes on at its
-    deadline with the blocks that have come by then, whatever storage does. While a call hangs, no request is held.
+    Everything here runs in the engine's thread, between two steps. A request
+
+    1. is held on arrival while storage is searched for its blocks (`consider`);
+    2. goes on at once if none are worth loading (`_found`);
+    3. waits until the pool has room for them (`_begin`, `_try_again`);
+    4. goes on when they are read (`_read`), or computes the front of its prompt while the back is read.
+
+    It asks storage only once, and goes on at its deadline with the blocks that have come by then, whatever storage does
+    (`apply`, `_give_up`). While a call hangs, no request is held.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class Loads:
         self._reach = reach
         self._max_num_seqs = max_num_seqs
         self._block_size = groups[0].block_size
+        self._chooser = LoadChooser(spec, scheduler, planner, groups=groups, num_ranks=len(reach.pools))
         self._is_full = np.array([group.kind != "window" for group in groups])
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, ExpectedHits] = {}  # by request
@@ -142,7 +153,8 @@ class Loads:
         cells = np.flatnonzero(is_resident == 0)
         deadline_s = now_s + self._patience_s(num_missing)
         search = Search(request_id, block_keys, len(self._groups), cells, deadline_s)
-        self._waits[request_id] = _Wait(request_id, num_keys, num_usable, deadline_s, search)
+        prompt = WaitingPrompt(request_id, num_keys, num_usable)
+        self._waits[request_id] = _Wait(prompt, deadline_s, _Searching(search))
         self._scheduler.hold(request_id)
         self._loader.submit(search)
 
@@ -158,10 +170,10 @@ class Loads:
         is_alone = bool(self._waits) and self._spec.prefetch_policy == "best_effort" and self._only_held_requests_wait()
         for wait in list(self._waits.values()):
             if now_s >= wait.deadline_s or is_hung or (is_alone and not wait.computes_front):
-                self.num_late += wait.load is not None
+                self.num_late += isinstance(wait.state, _Loading)
                 self.why_less[wait.request_id] = "late"
                 self._give_up(wait)
-            elif wait.computes_front and self._is_passed(wait):
+            elif self._has_passed_back(wait):
                 self.num_late += wait.request_id in self._expected  # it reached its back before storage did
                 self._give_up(wait)
         self._try_again()
@@ -172,13 +184,12 @@ class Loads:
         Each try looks at a whole prompt, and thousands of requests may wait. So a round stops after two tries without
         success: the request that has waited longest is tried first, and then the others in rotation.
         """
-        blocked = [wait for wait in self._waits.values() if wait.stretch is not None and wait.load is None]
+        blocked = [(wait, wait.state) for wait in self._waits.values() if isinstance(wait.state, _WithoutRoom)]
         others = deque(blocked[1:])
         others.rotate(-self._turn)
         num_in_vain = 0
-        for wait in [*blocked[:1], *others]:
-            self._begin(wait)
-            num_in_vain += wait.load is None and wait.request_id in self._waits
+        for wait, state in [*blocked[:1], *others]:
+            num_in_vain += not self._begin(wait, state)
             if num_in_vain == _TRIES_IN_VAIN:
                 self._turn += 1
                 return
@@ -232,111 +243,86 @@ class Loads:
         num_held = sum(not wait.computes_front for wait in self._waits.values())
         return stats.num_waiting == num_held and stats.num_running < self._max_num_seqs
 
-    def _is_passed(self, wait: _Wait) -> bool:
-        """Return whether a request has computed all blocks of its back that are still to be read.
+    def _has_passed_back(self, wait: _Wait) -> bool:
+        """Return whether a request computes its front, and has computed all blocks of its back that are still unread.
 
         They are read from the last to the first, so the first of `unread` is the last in the prompt.
         """
-        return next(iter(wait.unread)).index < self._scheduler.num_planned_blocks(wait.request_id)
+        if not isinstance(wait.state, _Loading) or not wait.state.is_back:
+            return False
+        return next(iter(wait.state.unread)).index < self._scheduler.num_planned_blocks(wait.request_id)
 
     def _found(self, search: Search) -> None:
         wait = self._waits.get(search.request_id)
-        if wait is None or wait.asked is not search:
+        if wait is None or not isinstance(wait.state, _Searching) or wait.state.search is not search:
             return
-        wait.is_stored = np.zeros(wait.num_keys * len(self._groups), np.uint8)
-        wait.is_stored[search.cells] = np.array(search.found, np.uint8)
-        self._begin(wait)
+        is_stored = np.zeros(wait.prompt.num_keys * len(self._groups), np.uint8)
+        is_stored[search.cells] = np.array(search.found, np.uint8)
+        stretch = self._stretch_worth_loading(wait.prompt, is_stored)
+        if stretch is None:
+            self._let_go(wait)
+            return
+        wait.state = _WithoutRoom(is_stored, stretch)
+        self._begin(wait, wait.state)
 
-    def _begin(self, wait: _Wait) -> None:
-        """Load the blocks that storage has of a prompt if there is room; let its request go if that is not worth it.
+    def _stretch_worth_loading(self, prompt: WaitingPrompt, is_stored: npt.NDArray[np.uint8]) -> Stretch | None:
+        choice = self._chooser.choose(
+            prompt,
+            is_stored,
+            reading_bytes=self._reading_bytes,
+            # If other requests wait, computing would delay them, and a load does not.
+            may_compute=len(self._waits) == 1 and self._only_held_requests_wait(),
+            now_s=time.monotonic(),
+        )
+        if choice.is_declined:
+            self.num_declined += 1
+            self.why_less[prompt.request_id] = "declined"
+        return choice.stretch
 
-        Tails of windows are read first, because without them the rest is of no use, then blocks from the first to the
-        last. If the front is computed meanwhile, all blocks are read from the last to the first.
+    def _begin(self, wait: _Wait, blocked: _WithoutRoom) -> bool:
+        """Load the blocks that storage has of a prompt; let its request go if that is not worth it any more.
+
+        Return false if there is no room, and the request goes on waiting.
         """
-        assert wait.is_stored is not None
-        if wait.stretch is None:
-            wait.stretch = self._stretch_worth_loading(wait, wait.is_stored)
-        begin, is_back = wait.stretch.begin, wait.stretch.is_back
-        length = self._scheduler.loadable(wait.request_id, wait.is_stored, wait.stretch.end)
+        begin, is_back = blocked.stretch.begin, blocked.stretch.is_back
+        length = self._scheduler.loadable(wait.request_id, blocked.is_stored, blocked.stretch.end)
         block_keys, is_resident, num_usable = self._scheduler.look_up(wait.request_id)
         if length <= num_usable or self._is_here(is_resident, begin, length):
             self._let_go(wait)
-            return
-        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(wait.request_id, length, begin)
-        if not len(blocks):
-            return
-        order = np.lexsort((groups, indices))[::-1] if is_back else np.lexsort((groups, indices, self._is_full[groups]))
-        keys = list(split_keys(block_keys))
-        targets = [
-            Target(BlockName(keys[index], group), index, block, self._span_at(offset, group))
-            for index, group, block, offset in zip(
-                *(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True
-            )
-        ]
-        load = wait.asked = Load(wait.request_id, targets, wait.deadline_s, self._reach.fence())
-        wait.unread = dict.fromkeys(targets)
+            return True
+        targets = self._take_blocks(wait.request_id, block_keys, Stretch(begin, length))
+        if not targets:
+            return False
+        load = Load(wait.request_id, targets, wait.deadline_s, self._reach.fence())
+        wait.state = _Loading(load, is_back, unread=dict.fromkeys(targets))
         self._reading_bytes += _num_bytes(targets)
-        self._expected[wait.request_id] = ExpectedHits(wait.num_usable, length, is_back)
+        self._expected[wait.request_id] = ExpectedHits(wait.prompt.num_usable, length, is_back)
         self.num_loads += 1
         self._loader.submit(load)
         if is_back:
             self.why_less[wait.request_id] = "declined"
             self._scheduler.meet(wait.request_id, length)
+        return True
 
-    def _stretch_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> _Stretch:
-        """Return which blocks of a prompt storage should read.
+    def _take_blocks(self, request_id: int, block_keys: bytes, stretch: Stretch) -> list[Target]:
+        """Take blocks of the pool for a stretch, and return them in the order of reading; none if there is no room.
 
-        `wait_complete` reads all that storage has, without asking the planner.
+        Tails of windows are read first, because without them the rest is of no use, then blocks from the first to the
+        last. If the front is computed meanwhile, all blocks are read from the last to the first.
         """
-        length = self._scheduler.loadable(wait.request_id, is_stored, wait.num_keys)
-        num_tokens = (length - wait.num_usable) * self._block_size
-        if num_tokens < self._spec.prefetch_threshold:
-            return _NOTHING
-        if self._spec.prefetch_policy == "wait_complete":
-            return _Stretch(0, length)
-        if first := self._first_of_back(wait, length):
-            return _Stretch(first, length)
-        num_bytes = self._load_bytes(wait.num_usable, length)
-        compute_s = self._compute_s(wait, 0, length - wait.num_usable)
-        if self._planner.is_worth_loading(num_bytes, self._reading_bytes, compute_s):
-            return _Stretch(0, length)
-        self.num_declined += 1
-        self.why_less[wait.request_id] = "declined"
-        if not self._planner.begins_trial(time.monotonic()):
-            return _NOTHING
-        shorter = min(length, wait.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
-        usable = self._scheduler.loadable(wait.request_id, is_stored, shorter)
-        return _Stretch(0, usable if usable > wait.num_usable else length)
-
-    def _first_of_back(self, wait: _Wait, length: int) -> int | None:
-        """Return the first block to load if the blocks before it should be computed at the same time.
-
-        `None` if loading or computing all blocks is as good. `None`, too, if other requests wait: computing would delay
-        them, and a load does not.
-        """
-        if not self._scheduler.can_meet or len(self._waits) > 1 or not self._only_held_requests_wait():
-            return None
-        num_blocks = length - wait.num_usable
-        num_computed = self._planner.num_to_compute(
-            num_blocks,
-            lambda count: self._load_bytes(wait.num_usable + count, length),
-            self._reading_bytes,
-            lambda count: self._compute_s(wait, 0, count),
-        )
-        if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:
-            return None
-        return wait.num_usable + num_not_loaded(
-            num_computed, lambda begin, end: self._compute_s(wait, begin, end) or 0.0
-        )
-
-    def _compute_s(self, wait: _Wait, begin: int, end: int) -> float | None:
-        """Return the seconds to compute blocks `begin` to `end`, counted from the first that was not usable on arrival.
-
-        `None` if step times are not known yet.
-        """
-        return self._scheduler.prefill_s(
-            (wait.num_usable + begin) * self._block_size, (wait.num_usable + end) * self._block_size
-        )
+        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(request_id, stretch.end, stretch.begin)
+        if not len(blocks):
+            return []
+        if stretch.is_back:
+            order = np.lexsort((groups, indices))[::-1]
+        else:
+            order = np.lexsort((groups, indices, self._is_full[groups]))
+        keys = list(split_keys(block_keys))
+        rows = zip(*(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True)
+        return [
+            Target(BlockName(keys[index], group), index, block, self._span_at(offset, group))
+            for index, group, block, offset in rows
+        ]
 
     def _is_here(self, is_resident: npt.NDArray[np.uint8], first: int, length: int) -> bool:
         """Return whether the pool has all blocks that a prefix of `length` blocks needs from block `first` on."""
@@ -344,10 +330,6 @@ class Loads:
         return all(
             cells[length - num_needed(group, first, length) : length, g].all() for g, group in enumerate(self._groups)
         )
-
-    def _load_bytes(self, begin: int, end: int) -> int:
-        """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs, of all ranks."""
-        return len(self._reach.pools) * sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
 
     def _span_at(self, offset_bytes: int, group: int) -> Span:
         return Span(offset_bytes, self._groups[group].block_bytes, len(self._reach.pools))
@@ -365,10 +347,10 @@ class Loads:
         if any(status in (Status.OK, Status.LATE) for status in part.statuses):
             self._planner.note_read(read_bytes, part.took_s, time.monotonic())
         wait = self._waits.get(part.load.request_id)
-        if wait is None or wait.asked is not part.load:
+        if wait is None or not isinstance(wait.state, _Loading) or wait.state.load is not part.load:
             return
         for target in part.targets:
-            del wait.unread[target]
+            del wait.state.unread[target]
         if num_read < len(part.targets) and (why := _WHY_LESS.get(part.statuses[num_read])):
             self.why_less[wait.request_id] = why
         if part.is_last:
@@ -381,10 +363,14 @@ class Loads:
 
     def _give_up(self, wait: _Wait) -> None:
         """Stop waiting for storage. Blocks that it may be reading into stay taken until the read ends."""
-        not_begun = self._loader.withdraw(wait.asked)
-        if wait.unread:
-            self._scheduler.forget_loading(*_arrays(list(wait.unread)))
-        self._end(not_begun, is_loaded=False)
+        match wait.state:
+            case _Searching(search):
+                self._loader.withdraw(search)
+            case _Loading(load, unread=unread):
+                not_begun = self._loader.withdraw(load)
+                if unread:
+                    self._scheduler.forget_loading(*_arrays(list(unread)))
+                self._end(not_begun, is_loaded=False)
         self._let_go(wait)
 
     def _let_go(self, wait: _Wait) -> None:
@@ -396,11 +382,6 @@ def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArr
     """Return groups and blocks as arrays, for the core."""
     groups = np.array([target.name.group for target in targets], np.int32)
     return groups, np.array([target.block for target in targets], np.int32)
-
-
-def num_needed(group: KVGroup, begin: int, end: int) -> int:
-    """Return how many blocks from `begin` on a prefix of `end` blocks needs: with a window, those of the tail."""
-    return min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
 
 
 def _num_bytes(targets: Sequence[Target]) -> int:

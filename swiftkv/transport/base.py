@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import NewType, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,8 @@ class DevicePool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolMemory:
-    """A pool in host memory, as a descriptor of the process `pid`."""
+class HostMemory:
+    """The memory of a pool on the host, as a descriptor of the process `pid`."""
 
     pid: int
     fd: int
@@ -63,19 +63,32 @@ class PoolMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class HostPools:
+    """The pools of all ranks of a lender, laid out alike, or the part of one of them that a rank borrows."""
+
+    ranks: tuple[HostMemory, ...]
+    offset_bytes: int = 0  # where the part of each extent begins; offsets in the pool count from here
+
+    def part(self, rank: int, num_ranks: int, part_bytes: int) -> HostPools:
+        """Return the pool and the offset for rank `rank` of the borrower; see `PeerHandle.of_rank`."""
+        assert num_ranks % len(self.ranks) == 0, f"{num_ranks} ranks cannot borrow from {len(self.ranks)}"
+        parts_per_pool = num_ranks // len(self.ranks)
+        return HostPools((self.ranks[rank // parts_per_pool],), rank % parts_per_pool * part_bytes)
+
+
+IpcHandle = NewType("IpcHandle", str)
+"""The CUDA IPC handle of a pool on a device, in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
 class PeerHandle:
     """The handle of a lender's pool. Valid for one attachment of two engine processes."""
 
-    pid: int
-    fd: int  # the pool's memory, as a descriptor of that process
-    device: int  # `st_dev` and `st_ino` of the memory, as in `PoolMemory`
-    inode: int
-    nbytes: int
+    pid: int  # of the lender's process that serves the attachment
+    nbytes: int  # of the pool, or of that of each rank
     store_path: str  # the rendezvous file that this handle came through
     secret: str = field(repr=False)  # hexadecimal: a two-sided transport's ends prove to each other that they know it
-    ipc_handle: str = ""  # hexadecimal, of a pool on a CUDA device; fd, device and inode are then meaningless
-    other_ranks: tuple[PoolMemory, ...] = ()  # the pools of the lender's other ranks, each of `nbytes`, in host memory
-    offset_bytes: int = 0  # where our rank's part of each extent begins; offsets in the pool count from here
+    memory: HostPools | IpcHandle | None  # `None`: no other process can map the pool
 
     def of_rank(self, rank: int, num_ranks: int, part_bytes: int) -> PeerHandle:
         """Return the handle of the part of the borrowed blocks that belongs to rank `rank` of the borrower.
@@ -83,19 +96,10 @@ class PeerHandle:
         An extent consists of `num_ranks` parts of `part_bytes`, one after the other: part i holds what rank i has of
         all blocks of the extent. If the lender has several ranks, too, the pool of each holds equally many parts.
         """
-        pools = (PoolMemory(self.pid, self.fd, self.device, self.inode), *self.other_ranks)
-        assert num_ranks % len(pools) == 0, f"{num_ranks} ranks cannot borrow from {len(pools)}"
-        parts_per_pool = num_ranks // len(pools)
-        pool = pools[rank // parts_per_pool]
-        return replace(
-            self,
-            pid=pool.pid,
-            fd=pool.fd,
-            device=pool.device,
-            inode=pool.inode,
-            other_ranks=(),
-            offset_bytes=rank % parts_per_pool * part_bytes,
-        )
+        if isinstance(self.memory, HostPools):
+            return replace(self, memory=self.memory.part(rank, num_ranks, part_bytes))
+        assert num_ranks == 1, f"{num_ranks} ranks cannot borrow memory that is not on the host"
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,14 @@ class Transport(Protocol):
     wait, not the host.
     """
 
+    def meet(self, peer: PeerHandle) -> PeerHandle:
+        """Do the part of `attach` that waits for the peer, if there is any: from any thread, while steps run.
+
+        Attach the returned handle once; that does not wait. Dropping it instead lets the peer go.
+
+        Raises `TransferError` if the peer does not come in time, or cannot prove that it read the rendezvous file.
+        """
+
     def attach(self, link: int, peer: PeerHandle) -> None:
         """Make a lender's pool reachable as `link`; between steps only. Raises `TransferError` if that fails."""
 
@@ -156,26 +168,11 @@ class Transport(Protocol):
     def take_timings(self) -> CopyTimings:
         """Return the timings of jobs that ended since the last call, in order; the latest few thousand at most."""
 
-    def close(self) -> None:
-        """End threads and mappings, without waiting for a peer. Only `close` itself may be called again."""
+    def take_exposures(self) -> Exposures | None:
+        """Return the waits that a device's compute stream has passed since the last call; `None` if the host waits.
 
-
-@runtime_checkable
-class TwoSidedTransport(Transport, Protocol):
-    """A transport whose `attach` needs the peer's help."""
-
-    def meet(self, peer: PeerHandle) -> PeerHandle:
-        """Do the part of `attach` that waits for the peer, from any thread, while steps run.
-
-        Attach the returned handle once; that does not wait. Dropping it instead lets the peer go.
-
-        Raises `TransferError` if the peer does not come in time, or cannot prove that it read the rendezvous file.
+        They are in order, and at most a few thousand.
         """
 
-
-@runtime_checkable
-class DeviceTransport(Transport, Protocol):
-    """A transport whose `wait` makes a compute stream wait, so the host does not see for how long."""
-
-    def take_exposures(self) -> Exposures:
-        """Return the waits that the stream has passed since the last call, in order; at most a few thousand."""
+    def close(self) -> None:
+        """End threads and mappings, without waiting for a peer. Only `close` itself may be called again."""

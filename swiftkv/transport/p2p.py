@@ -26,7 +26,7 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +104,7 @@ class P2pTransport:
         except (OSError, RuntimeError) as error:
             raise TransferError(f"process {peer.pid} does not serve its pool: {error}") from error
         withdraw_pool(Path(peer.store_path))
-        return _MetPeer(**asdict(peer), connection=connection)
+        return _MetPeer(peer.pid, peer.nbytes, peer.store_path, peer.secret, peer.memory, connection=connection)
 
     def detach(self, link: int) -> None:
         self._wait_for(self._last_submitted)
@@ -138,6 +138,9 @@ class P2pTransport:
             taken = np.array(list(self._timings), COPY_TIMING)
             self._timings.clear()
         return taken
+
+    def take_exposures(self) -> None:
+        """Return `None`: the host waits for copies."""
 
     def close(self) -> None:
         """Cut the connections, which fails the jobs in flight: a peer may be stopped."""

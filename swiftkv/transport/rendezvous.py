@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import DevicePool, PeerHandle, PoolMemory, SharedPool
+from swiftkv.transport.base import DevicePool, HostMemory, HostPools, IpcHandle, PeerHandle, SharedPool
 
 _POOL_KEY = "pool"
 _SECRET_BYTES = 32
@@ -58,7 +57,7 @@ def gloo_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 def publish_pool(
     store_path: Path,
     pool: SharedPool | DevicePool,
-    other_ranks: Sequence[PoolMemory] = (),
+    other_ranks: Sequence[HostMemory] = (),
     *,
     is_mapped: bool = True,
 ) -> PeerHandle:
@@ -71,7 +70,7 @@ def publish_pool(
     is full, or the directory is gone.
     """
     try:
-        handle = replace(handle_of(store_path, pool, is_mapped=is_mapped), other_ranks=tuple(other_ranks))
+        handle = handle_of(store_path, pool, other_ranks, is_mapped=is_mapped)
         open_store(store_path).set(_POOL_KEY, msgspec.json.encode(handle).decode())
     except (OSError, RuntimeError) as error:  # the store raises nothing more exact
         withdraw_pool(store_path)  # it may hold half a record
@@ -80,17 +79,24 @@ def publish_pool(
     return handle
 
 
-def handle_of(store_path: Path, pool: SharedPool | DevicePool, *, is_mapped: bool = True) -> PeerHandle:
+def handle_of(
+    store_path: Path,
+    pool: SharedPool | DevicePool,
+    other_ranks: Sequence[HostMemory] = (),
+    *,
+    is_mapped: bool = True,
+) -> PeerHandle:
     """Return a borrower's handle of `pool`, which belongs to this process; see `publish_pool`.
 
     Raises `CudaRuntimeError` if no other process may map the pool.
     """
-    where, secret = str(store_path), new_secret()
-    if isinstance(pool, DevicePool):
-        ipc_handle = pool.ipc_handle().hex() if is_mapped else ""
-        return PeerHandle(os.getpid(), -1, 0, 0, pool.nbytes, where, secret, ipc_handle)
-    memory = os.fstat(pool.fd)
-    return PeerHandle(os.getpid(), pool.fd, memory.st_dev, memory.st_ino, pool.nbytes, where, secret)
+    memory: HostPools | IpcHandle | None
+    if not isinstance(pool, DevicePool):
+        status = os.fstat(pool.fd)
+        memory = HostPools((HostMemory(os.getpid(), pool.fd, status.st_dev, status.st_ino), *other_ranks))
+    else:
+        memory = IpcHandle(pool.ipc_handle().hex()) if is_mapped else None
+    return PeerHandle(os.getpid(), pool.nbytes, str(store_path), new_secret(), memory)
 
 
 def find_pool(store_path: Path, timeout_s: float) -> PeerHandle:

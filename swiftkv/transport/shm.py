@@ -15,7 +15,16 @@ import torch
 from swiftkv._transport import CopyEngine, CopyError
 from swiftkv.errors import TransferError
 from swiftkv.shared_memory import map_memory
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, Runs, SharedPool, Ticket
+from swiftkv.transport.base import (
+    COPY_TIMING,
+    CopyTimings,
+    HostMemory,
+    HostPools,
+    PeerHandle,
+    Runs,
+    SharedPool,
+    Ticket,
+)
 from swiftkv.transport.rendezvous import withdraw_pool
 
 _SYS_PIDFD_GETFD = 438  # Linux 5.6, the same number on every architecture; glibc and Python have no name for it
@@ -29,6 +38,10 @@ class ShmTransport:
         self._pool_tensor = pool.tensor  # keeps the memory mapped while the engine copies
         self._engine = CopyEngine(pool.tensor.data_ptr(), pool.nbytes, num_threads)
         self._mappings: dict[int, torch.Tensor] = {}
+
+    def meet(self, peer: PeerHandle) -> PeerHandle:
+        """Return the handle: mapping memory waits for nobody."""
+        return peer
 
     def attach(self, link: int, peer: PeerHandle) -> None:
         assert link not in self._mappings, f"link {link} is attached"
@@ -64,6 +77,9 @@ class ShmTransport:
     def take_timings(self) -> CopyTimings:
         return np.frombuffer(self._engine.take_timings(), COPY_TIMING)
 
+    def take_exposures(self) -> None:
+        """Return `None`: the host waits for copies."""
+
     def close(self) -> None:
         self.settle()
         for link in list(self._mappings):
@@ -71,27 +87,32 @@ class ShmTransport:
 
 
 def map_pool(peer: PeerHandle) -> torch.Tensor:
-    """Return a lender's pool as uint8, from `offset_bytes` on. Raises `TransferError` as `map_peer_memory` does."""
-    return map_peer_memory(peer.pid, peer.fd, peer.device, peer.inode, peer.nbytes)[peer.offset_bytes :]
+    """Return a lender's pool, of one rank, as uint8, from `offset_bytes` on.
+
+    Raises `TransferError` as `map_peer_memory` does, or if the pool is not on the host.
+    """
+    if not isinstance(peer.memory, HostPools):
+        raise TransferError(f"the pool of process {peer.pid} is not in host memory")
+    (memory,) = peer.memory.ranks
+    return map_peer_memory(memory, peer.nbytes)[peer.memory.offset_bytes :]
 
 
-def map_peer_memory(pid: int, fd: int, device: int, inode: int, nbytes: int) -> torch.Tensor:
+def map_peer_memory(memory: HostMemory, nbytes: int) -> torch.Tensor:
     """Return a pool of another process as uint8 [nbytes], shared with it; the mapping ends with the tensor.
-
-    `fd` is that process's descriptor of the memory; `device` and `inode` are the memory's `st_dev` and `st_ino`.
 
     The whole pool is mapped, readable and writable. Mapping the lent extents alone would protect little: they change
     from step to step, and are no multiples of a page, so other bytes would be mapped with them.
 
     Raises `TransferError` if it cannot be mapped.
     """
+    pid = memory.pid
     try:
-        own_fd = _open(pid, fd)
+        own_fd = _open(pid, memory.fd)
     except OSError as error:
         raise TransferError(f"the pool of process {pid} cannot be opened: {error}") from error
     try:
         status = os.fstat(own_fd)
-        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < nbytes:
+        if (status.st_dev, status.st_ino) != (memory.device, memory.inode) or status.st_size < nbytes:
             raise TransferError(f"process {pid} is not the one that published its pool")
         if not fcntl.fcntl(own_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise TransferError(f"the pool of process {pid} may shrink while it is used")

@@ -5,11 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from fractions import Fraction
 
 from swiftkv._lease import LenderLedger
-from swiftkv.lease.messages import LENDER_STATES, LendingSpec, LinkGeometry, LinkState, PeerSpec, Welcome
-from swiftkv.lease.process import PeerProcess
+from swiftkv.lease.messages import (
+    LENDER_STATES,
+    LendingSpec,
+    LinkGeometry,
+    LinkState,
+    PeerSpec,
+    Welcome,
+    link_state,
+)
 from swiftkv.lease.wire import Route
 
 
@@ -38,21 +46,31 @@ class LendLink:
         return self.away * self.geometry.extent_bytes
 
 
+class Phase(Enum):
+    """How far a borrower is on its way from its Hello to the end of its leases."""
+
+    NOT_THERE = auto()  # no process of it is known
+    KNOWN = auto()  # its process said Hello, and has not attached the pool
+    ATTACHED = auto()  # it may hold leases
+    DETACHED = auto()  # it has detached; its leases end once no thread serves it
+    GONE = auto()  # its last process has ended; its leases end once no thread serves it and its copies have arrived
+
+
 @dataclass(slots=True)
 class BorrowerPeer:
-    """A borrower, running or not. `process` is set from its Hello until it has died and its leases have ended."""
+    """A borrower, running or not. A process of it is known from its Hello until it has died and its leases have ended.
+
+    Once it is not there any more, the other fields keep what was last known of it.
+    """
 
     spec: PeerSpec
     links: list[LendLink]
-    process: PeerProcess | None = None
+    phase: Phase = Phase.NOT_THERE
     incarnation: int = 0
     route: Route = b""
-    welcome: Welcome | None = None
+    welcome: Welcome | None = None  # the last one that was sent to this process
     refusal: str | None = None  # why the pool could not be published; the borrower's next Hello tries again
-    is_attached: bool = False
-    is_ending: bool = False  # its leases are about to end: they do once no thread serves it
     num_running: int = 0  # how many of its processes run, since its Hello
-    is_gone: bool = False  # its leases are ending because its last process has ended
     quiet_s: float = 0.0  # monotonic: stores that it launched may still arrive until then
     servers: list[threading.Thread] = field(default_factory=list)
     heard_s: float = 0.0
@@ -61,14 +79,30 @@ class BorrowerPeer:
     reported: list[int] = field(default_factory=list)
 
     @property
+    def is_there(self) -> bool:
+        """Whether it can be talked to: it is known, and its leases are not about to end."""
+        return self.phase in (Phase.KNOWN, Phase.ATTACHED)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its leases are about to end."""
+        return self.phase in (Phase.DETACHED, Phase.GONE)
+
+    @property
+    def is_attached(self) -> bool:
+        return self.phase is Phase.ATTACHED
+
+    @property
     def state(self) -> str:
-        if self.is_ending:
-            return "its last transfers are ending"
-        if self.process is None:
-            return "not there"
-        if self.is_attached:
-            return "attached"
-        return self.refusal or "not attached"
+        match self.phase:
+            case Phase.NOT_THERE:
+                return "not there"
+            case Phase.KNOWN:
+                return self.refusal or "not attached"
+            case Phase.ATTACHED:
+                return "attached"
+            case Phase.DETACHED | Phase.GONE:
+                return "its last transfers are ending"
 
 
 def borrowers_of(spec: LendingSpec) -> Iterator[BorrowerPeer]:
@@ -86,22 +120,19 @@ def borrowers_of(spec: LendingSpec) -> Iterator[BorrowerPeer]:
         yield BorrowerPeer(peer, links)
 
 
-def link_state(
+def state_of_link(
     peer: BorrowerPeer, link: LendLink, *, now_s: float, no_offer_before_s: float, with_extents: bool
 ) -> LinkState:
     """Return a link's state as the lender knows it. `no_offer_before_s`: when its KV group may be offered again."""
-    ledger = link.ledger
-    states, epochs = ledger.table() if with_extents else (None, None)
-    is_there = peer.process is not None and not peer.is_ending
-    return LinkState(
+    return link_state(
+        link.geometry,
+        link.ledger,
+        LENDER_STATES,
         peer=peer.spec.name,
         peer_state=peer.state,
-        geometry=link.geometry,
-        counts={state: getattr(ledger, state) for state in LENDER_STATES},
         num_bytes=link.away_bytes,
-        heard_s_ago=now_s - peer.heard_s if is_there else None,
-        peer_extents=peer.reported[link.index] if is_there and peer.reported else None,
-        states=None if states is None else states.tobytes(),
-        epochs=None if epochs is None else epochs.tobytes(),
+        heard_s_ago=now_s - peer.heard_s if peer.is_there else None,
+        peer_extents=peer.reported[link.index] if peer.is_there and peer.reported else None,
         no_offer_s=no_offer_before_s - now_s if no_offer_before_s > now_s else None,
+        with_extents=with_extents,
     )

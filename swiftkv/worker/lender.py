@@ -39,7 +39,7 @@ from swiftkv.lease.messages import (
 from swiftkv.lease.process import Identity, PeerProcess
 from swiftkv.lease.wire import Route, Wire
 from swiftkv.transport.rendezvous import withdraw_pool
-from swiftkv.worker.borrowers import BorrowerPeer, LendLink, borrowers_of, link_state
+from swiftkv.worker.borrowers import BorrowerPeer, LendLink, Phase, borrowers_of, state_of_link
 from swiftkv.worker.division import Division
 from swiftkv.worker.lend_policy import Demand
 from swiftkv.worker.recalls import RecallBatch, Recalls
@@ -150,7 +150,7 @@ class Lender:
     def _link_state(self, link: LendLink, now_s: float, with_extents: bool) -> LinkState:
         no_offer_before_s = self._no_offer_before_s[link.geometry.lender_group]
         peer = self._peer_at[link.number]
-        return link_state(peer, link, now_s=now_s, no_offer_before_s=no_offer_before_s, with_extents=with_extents)
+        return state_of_link(peer, link, now_s=now_s, no_offer_before_s=no_offer_before_s, with_extents=with_extents)
 
     # Messages of borrowers.
 
@@ -169,14 +169,13 @@ class Lender:
         match message:
             case Attached(attempt=attempt):
                 if peer.welcome is not None and attempt == peer.welcome.attempt and not peer.is_attached:
-                    peer.is_attached = True
+                    peer.phase = Phase.ATTACHED
                     peer.heartbeat_due_s = now_s
                     _log.info("%s is attached", peer.spec.name)
                     self._make_room_for_all(now_s)
             case Detached():
                 _log.warning("%s cannot reach the pool; its leases end", peer.spec.name)
-                peer.is_attached = False
-                peer.is_ending = True
+                peer.phase = Phase.DETACHED
             case Accept():
                 extents, epochs = named_leases(message, peer.spec.links)
                 peer.links[message.link].ledger.on_accept(extents, epochs)
@@ -192,7 +191,7 @@ class Lender:
         """Return the borrower that sent a message; `None` if it is unknown, or its leases are ending."""
         if message.receiver != self._me.incarnation:
             return None
-        there = (peer for peer in self._peers.values() if peer.process and not peer.is_ending)
+        there = (peer for peer in self._peers.values() if peer.is_there)
         return next((peer for peer in there if peer.incarnation == message.sender), None)
 
     def _on_hello(self, route: Route, hello: Hello) -> None:
@@ -201,9 +200,10 @@ class Lender:
             reason = f"{self._me.name} is not configured to lend to {hello.borrower} over these links"
             self._wire.send(route, self._welcome(hello, [], reason))
             return
-        if peer.process is not None and peer.incarnation != hello.sender:
+        is_known = peer.phase is not Phase.NOT_THERE
+        if is_known and peer.incarnation != hello.sender:
             return  # the previous process may still write; this one asks again
-        if peer.process is None:
+        if not is_known:
             try:
                 processes = PeerProcess.find_all([(hello.pid, hello.start_ticks), *hello.others])
             except OSError as error:
@@ -212,7 +212,7 @@ class Lender:
                 return
             if not processes:
                 return
-            peer.process = processes[0]
+            peer.phase = Phase.KNOWN
             peer.incarnation = hello.sender
             peer.welcome = None
             peer.num_running = len(processes)
@@ -223,7 +223,7 @@ class Lender:
         peer.route = route
         peer.heard_s = self._wire.now_s()
         if peer.welcome is None or peer.welcome.attempt < hello.attempt:
-            peer.is_attached = False
+            peer.phase = Phase.KNOWN
             peer.is_asked = False
             store_paths: list[str] = []
             try:
@@ -273,18 +273,15 @@ class Lender:
         if peer.num_running:
             return
         _log.warning("%s has ended; its leases end, too", peer.spec.name)
-        peer.is_gone = peer.is_ending = True
+        peer.phase = Phase.GONE
         peer.quiet_s = self._wire.now_s() + self._quiet_s
-        peer.is_attached = False
 
     def _end_leases(self, peer: BorrowerPeer, now_s: float) -> None:
         """End the leases of a borrower that is gone or has detached, once no thread that serves it may still write."""
         peer.servers = [server for server in peer.servers if server.is_alive()]
         if not peer.is_ending or peer.servers or now_s < peer.quiet_s:
             return
-        if peer.is_gone:
-            peer.process = None
-        peer.is_ending = peer.is_gone = False
+        peer.phase = Phase.NOT_THERE if peer.phase is Phase.GONE else Phase.KNOWN
         for link in peer.links:
             self._take_home(link, link.ledger.peer_died(), now_s)
 

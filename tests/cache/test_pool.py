@@ -15,6 +15,7 @@ import torch
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 from swiftkv.shared_memory import HUGE_PAGE_BYTES, can_have_huge_pages
+from swiftkv.transport.base import HostMemory
 from swiftkv.transport.shm import map_peer_memory
 from tests.support.mappings import mapping_of
 
@@ -70,7 +71,7 @@ def test_it_has_huge_pages_here_and_where_a_peer_maps_it() -> None:
     pool.fill_ahead().join()
     assert pool.tensor[::4096].eq(7).all()
     assert huge_bytes_of(pool.tensor) >= pool.nbytes // 2  # the kernel may pass over a page that is in use
-    theirs = map_peer_memory(os.getpid(), *pool.identity(), pool.nbytes)
+    theirs = map_peer_memory(HostMemory(os.getpid(), *pool.identity()), pool.nbytes)
     assert int(theirs[::HUGE_PAGE_BYTES].sum()) == 7 * 8
     assert huge_bytes_of(theirs) == huge_bytes_of(pool.tensor)
 

@@ -45,7 +45,7 @@ from swiftkv.lease.messages import (
 from swiftkv.lease.process import PeerProcess
 from swiftkv.lease.wire import Route
 from swiftkv.lending_party import lend_links, open_party
-from swiftkv.transport.base import COPY_TIMING, CopyTimings, PeerHandle, PoolMemory, Runs, Ticket
+from swiftkv.transport.base import COPY_TIMING, CopyTimings, HostMemory, PeerHandle, Runs, Ticket
 from swiftkv.transport.rendezvous import publish_pool
 from swiftkv.transport.shm import ShmTransport
 from tests.support.actors import Actor, Actors
@@ -470,5 +470,5 @@ class LenderLife:
                 assert (lent[:, self.shape.used_bytes[number] // 4 :] == POISON).all(), "the end of an extent is used"
 
     def _serve_link(self, store_path: str) -> None:
-        others = [PoolMemory(os.getpid(), *pool.identity()) for pool in self.pools[1:]]
+        others = [HostMemory(os.getpid(), *pool.identity()) for pool in self.pools[1:]]
         publish_pool(Path(store_path), self.pools[0], others)

@@ -19,7 +19,7 @@ from swiftkv.models.registry import read_config
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint
-from tests.support.lender import Lender, mapped_inodes
+from tests.support.lender import Lender, host_memory, mapped_inodes
 from tests.support.lender_by_hand import LenderByHand
 from tests.support.node_process import wait_for
 
@@ -128,7 +128,7 @@ def test_a_lender_that_is_killed_when_it_has_welcomed_is_not_attached_and_the_ne
             lender.receive(Accept)
             [served] = engine.generate([[3] * (NUM_BLOCKS + 4) * BLOCK_SIZE])
             assert len(served.token_ids) == 16
-            pool = following.handles[0].inode
+            pool = host_memory(following.handles[0]).inode
             assert pool in mapped_inodes(engine.process.pid)
         admin.wait_for(lambda state: held(state) == [0])
         wait_for("the pool of the dead to be let go of", lambda: pool not in mapped_inodes(engine.process.pid))

@@ -25,7 +25,7 @@ from swiftkv.engine.rank_group import RankGroup
 from swiftkv.engine.ranks import LeadingRunner, ReceivedStep, begin_serving, of_rank, pack_step, pools_of, unpack_step
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import EngineError, FilesChangedError
-from swiftkv.transport.base import PoolMemory
+from swiftkv.transport.base import HostMemory
 from swiftkv.transport.rendezvous import PROOF_BYTES, gloo_group, open_store
 from swiftkv.units import PoolBytes
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
@@ -196,10 +196,10 @@ def test_drafts_change_no_answer_of_two_ranks(checkpoint: Path, engine: EnginePr
 
 @pytest.mark.parametrize(
     ("identity", "expected"),
-    [pytest.param((5, 6, 7), [PoolMemory(41, 5, 6, 7)], id="host"), pytest.param((), [], id="device")],
+    [pytest.param((5, 6, 7), [HostMemory(41, 5, 6, 7)], id="host"), pytest.param((), [], id="device")],
 )
 def test_rank_0_knows_the_pools_of_the_others_if_they_can_be_mapped(
-    identity: tuple[int, ...], expected: list[PoolMemory], tmp_path: Path
+    identity: tuple[int, ...], expected: list[HostMemory], tmp_path: Path
 ) -> None:
     with ThreadPoolExecutor(2) as threads:
         groups = list(threads.map(join, [tmp_path / "group"] * 2, [0, 1]))

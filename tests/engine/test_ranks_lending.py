@@ -15,13 +15,13 @@ from swiftkv.cache.geometry import KVGroup
 from swiftkv.lease.messages import Accept, Detached, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.lease.process import Identity
 from swiftkv.models.registry import read_config
-from swiftkv.transport.base import PoolMemory
+from swiftkv.transport.base import HostMemory
 from swiftkv.transport.rendezvous import publish_pool
 from tests.engine.engine_process import EngineProcess
 from tests.engine.test_engine_lending import identity_of, lender_of
 from tests.engine.test_ranks import followers
 from tests.support.checkpoints import make_checkpoint
-from tests.support.lender import Lender, mapped_inodes, pool_of
+from tests.support.lender import Lender, host_memory, mapped_inodes, pool_of
 from tests.support.lender_by_hand import LenderByHand
 from tests.support.node_process import wait_for
 
@@ -124,7 +124,7 @@ def test_tokens_are_those_without_lending_and_each_rank_has_its_part_of_every_bl
         assert borrowed.sum() >= NUM_EXTENTS
         assert torch.equal(borrowed[:, 0], borrowed[:, 1])
         assert not parts[:, -1].any()
-        inode = process.handles[0].inode
+        inode = host_memory(process.handles[0]).inode
         assert all(inode in mapped_inodes(pid) for pid in processes)
         process.kill()
         wait_for("its pool to be let go of", lambda: not any(inode in mapped_inodes(pid) for pid in processes))
@@ -147,7 +147,7 @@ def test_a_copy_that_fails_on_one_rank_costs_the_leases_and_no_token(
             lend(lender, process, tmp_path / "short", [*range(NUM_EXTENTS - 8, NUM_EXTENTS)])
             requests = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in PROMPTS]
             lender.receive(Detached)
-            inode = process.handles[0].inode
+            inode = host_memory(process.handles[0]).inode
             ranks = followers(engine)
             wait_for("it to be detached", lambda: not any(inode in mapped_inodes(rank.pid) for rank in ranks))
         with Lender([tmp_path / "long"], NUM_EXTENTS * 5 * block_bytes, serve=False) as process:
@@ -162,7 +162,7 @@ def test_a_pool_that_a_rank_cannot_attach_is_attached_by_none_and_tried_again(
     """The lender, which is this process, has two ranks, too, the second of which names memory that is not there."""
     me = Identity.of_this_process("a")
     pools = [pool_of(NUM_EXTENTS * 5 * kv_group(checkpoint).block_bytes) for _ in range(2)]
-    there = PoolMemory(me.pid, *pools[1].identity())
+    there = HostMemory(me.pid, *pools[1].identity())
     with borrower(checkpoint, tmp_path) as engine, zmq.Context() as context, lender_to(engine, context) as lender:
         processes = [engine.process.pid, *(rank.pid for rank in followers(engine))]
         publish_pool(tmp_path / "wrong", pools[0], [replace(there, inode=0)])

@@ -107,7 +107,7 @@ class EngineWithoutModel:
     def find(self, store_path: str) -> PeerHandle:
         if self.setup.gate is not None:
             Path(self.setup.gate).open().close()
-        return PeerHandle(int(Path(store_path).read_text()), -1, 0, 0, 0, store_path, "")
+        return PeerHandle(int(Path(store_path).read_text()), 0, store_path, secret="", memory=None)
 
     def attach(self, link: int, pool: PeerHandle) -> None:
         assert link not in self.attached

@@ -14,7 +14,7 @@ import torch
 
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
-from swiftkv.transport.base import PeerHandle
+from swiftkv.transport.base import HostMemory, HostPools, PeerHandle
 from swiftkv.transport.p2p import serve_p2p
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 
@@ -56,8 +56,16 @@ class Lender:
         self.kill()
 
 
+def host_memory(handle: PeerHandle) -> HostMemory:
+    """Return the memory of a lender that has one rank."""
+    assert isinstance(handle.memory, HostPools)
+    (memory,) = handle.memory.ranks
+    return memory
+
+
 def _map(handle: PeerHandle) -> torch.Tensor:
-    fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR)
+    memory = host_memory(handle)
+    fd = os.open(f"/proc/{memory.pid}/fd/{memory.fd}", os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(fd, handle.nbytes), dtype=torch.uint8)
     finally:

@@ -12,11 +12,17 @@ import pytest
 import torch
 
 from swiftkv.errors import TransferError
-from swiftkv.transport.base import PoolMemory, Runs
+from swiftkv.transport.base import HostMemory, HostPools, PeerHandle, Runs
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.transport.shm import ShmTransport
-from tests.support.lender import Lender, mapped_inodes, pool_of
+from tests.support.lender import Lender, host_memory, mapped_inodes, pool_of
 from tests.transport.test_transport import NUM_BYTES, round_trip
+
+
+def with_memory(handle: PeerHandle, nbytes: int | None = None, **changes: int) -> PeerHandle:
+    """Return a handle whose pool has another size, or whose memory is described otherwise."""
+    memory = dataclasses.replace(host_memory(handle), **changes)
+    return dataclasses.replace(handle, nbytes=nbytes or handle.nbytes, memory=HostPools((memory,)))
 
 
 @pytest.mark.parametrize("wrong", [{"nbytes": NUM_BYTES + 4096}, {"inode": 1}, {"device": 0}, {"fd": 1000}])
@@ -26,7 +32,7 @@ def test_shm_maps_only_the_pool_that_was_published(wrong: dict[str, int], tmp_pa
     lent = pool_of(NUM_BYTES)
     handle = publish_pool(tmp_path / "store", lent)
     with pytest.raises(TransferError):
-        transport.attach(0, dataclasses.replace(handle, **wrong))
+        transport.attach(0, with_memory(handle, **wrong))
     transport.attach(0, handle)
     assert round_trip(pool.tensor, transport, 1)
     transport.close()
@@ -49,7 +55,7 @@ def test_shm_maps_no_pool_that_could_be_cut_short(tmp_path: Path) -> None:
     memory = os.fstat(fd)
     transport = ShmTransport(pool_of(NUM_BYTES))
     with pytest.raises(TransferError, match="may shrink"):
-        transport.attach(0, dataclasses.replace(handle, fd=fd, device=memory.st_dev, inode=memory.st_ino))
+        transport.attach(0, with_memory(handle, fd=fd, device=memory.st_dev, inode=memory.st_ino))
     transport.close()
     os.close(fd)
 
@@ -58,7 +64,7 @@ def test_shm_keeps_nothing_mapped_of_a_lender_that_was_detached(tmp_path: Path) 
     """Otherwise the memory of a dead lender would stay taken beside that of its successor."""
     transport = ShmTransport(pool_of(NUM_BYTES))
     with Lender([tmp_path / "store"], NUM_BYTES, serve=False) as lender:
-        inode = lender.handles[0].inode
+        inode = host_memory(lender.handles[0]).inode
         lender.pools.clear()
         transport.attach(0, lender.handles[0])
         assert inode in mapped_inodes(os.getpid())
@@ -94,7 +100,7 @@ def test_each_rank_of_a_borrower_has_its_part_of_an_extent_after_that_of_the_ran
     lent = [pool_of(NUM_BYTES) for _ in range(num_pools)]
     for pool in lent:
         pool.tensor.random_(generator=torch.Generator().manual_seed(pool.fd))
-    others = [PoolMemory(os.getpid(), *pool.identity()) for pool in lent[1:]]
+    others = [HostMemory(os.getpid(), *pool.identity()) for pool in lent[1:]]
     publish_pool(tmp_path / "store", lent[0], others)
     handle = find_pool(tmp_path / "store", 10)
     for rank, (number, offset_bytes) in enumerate(places):

@@ -338,7 +338,7 @@ MUTANTS = [
     one(
         "who has passed its back is not noticed",
         LOADS,
-        "            elif wait.computes_front and self._is_passed(wait):",
+        "            elif self._has_passed_back(wait):",
         "            elif False:",
     ),
     # The block pool.
@@ -1187,13 +1187,13 @@ MUTANTS = [
     one(
         "a request gives up the block that it comes to next",
         LOADS,
-        "return next(iter(wait.unread)).index < self",
-        "return next(iter(wait.unread)).index <= self",
+        "return next(iter(wait.state.unread)).index < self",
+        "return next(iter(wait.state.unread)).index <= self",
     ),
     one(
         "what was read is given up with what was not",
         LOADS,
-        "        for target in part.targets:\n            del wait.unread[target]\n",
+        "        for target in part.targets:\n            del wait.state.unread[target]\n",
         "",
     ),
     one(
@@ -1211,7 +1211,7 @@ MUTANTS = [
     one(
         "blocks of a load that is given up stay until its turn comes",
         LOADS,
-        "        self._end(not_begun, is_loaded=False)\n",
+        "                self._end(not_begun, is_loaded=False)\n",
         "",
     ),
     one("a load that is given up has its turn", LOADER, "self._todo.pop(job, None)", "pass"),
@@ -1354,7 +1354,7 @@ MUTANTS = [
     one("an answer stays at its beginning", ENGINE, "self._rules.advance(", "print("),
     one("rules go by the step before the last", ENGINE, "or self._rules.are_in(plan)", "or False"),
     one("thoughts are counted behind the reasoning", RULES, "- self.reasoning.is_inside", "- 1"),
-    one("reasoning has one token more", RULES, "num_thoughts_left <= 0", "num_thoughts_left < 0"),
+    one("reasoning has one token more", RULES, "self.num_left <= 0", "self.num_left < 0"),
     one("words are looked for in the latest token alone", RULES, "(len(self.recent) + 1)", "(2)"),
     one("a rule takes a grammar's place", RULES, "masks.words_of(row, self._num_words)", "self._mask_of(None)"),
     one("a rule outlives its request", ENGINE, "        self._rules.release(request_id)\n", ""),

@@ -1,0 +1,144 @@
+"""The choice of the blocks of a prompt that storage should load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv._core import Scheduler
+from swiftkv.arithmetic import ceil_div
+from swiftkv.cache.geometry import KVGroup
+from swiftkv.tier.messages import TierSpec
+from swiftkv.tier.rates import LoadPlanner, num_not_loaded
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPrompt:
+    """A prompt of which storage may have more than the pool."""
+
+    request_id: int
+    num_keys: int  # its full blocks
+    num_usable: int  # blocks that it could use on arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The blocks of a prompt that storage should load: from `begin` to `end`, without those that are in the pool."""
+
+    begin: int
+    end: int
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the request computes the blocks before the stretch meanwhile. Otherwise it waits for the load."""
+        return self.begin > 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """The stretch to load, if any, and whether computing the whole is expected to be as fast as loading it.
+
+    In that case a load is only a trial, which measures storage again.
+    """
+
+    stretch: Stretch | None
+    is_declined: bool = False
+
+
+class LoadChooser:
+    """Chooses what to load by the speeds of storage, which `planner` knows, and of computing."""
+
+    def __init__(
+        self,
+        spec: TierSpec,
+        scheduler: Scheduler,
+        planner: LoadPlanner,
+        *,
+        groups: Sequence[KVGroup],
+        num_ranks: int,
+    ) -> None:
+        self._spec = spec
+        self._scheduler = scheduler
+        self._planner = planner
+        self._groups = groups
+        self._num_ranks = num_ranks
+        self._block_size = groups[0].block_size
+
+    def choose(
+        self,
+        prompt: WaitingPrompt,
+        is_stored: npt.NDArray[np.uint8],
+        *,
+        reading_bytes: int,
+        may_compute: bool,
+        now_s: float,
+    ) -> LoadChoice:
+        """Return which blocks of a prompt storage should read.
+
+        `wait_complete` reads all that storage has, without asking the planner.
+
+        Args:
+            prompt: The prompt.
+            is_stored: Whether storage has each block, [num_keys * groups].
+            reading_bytes: The bytes that storage reads before, for other prompts.
+            may_compute: Whether part of the prompt may be computed meanwhile, because that delays no other request.
+            now_s: The time, on the monotonic clock.
+        """
+        length = self._scheduler.loadable(prompt.request_id, is_stored, prompt.num_keys)
+        num_tokens = (length - prompt.num_usable) * self._block_size
+        if num_tokens < self._spec.prefetch_threshold:
+            return LoadChoice(None)
+        if self._spec.prefetch_policy == "wait_complete":
+            return LoadChoice(Stretch(0, length))
+        if may_compute and (first := self._first_of_back(prompt, length, reading_bytes)):
+            return LoadChoice(Stretch(first, length))
+        num_bytes = self._load_bytes(prompt.num_usable, length)
+        compute_s = self._compute_s(prompt, 0, length - prompt.num_usable)
+        if self._planner.is_worth_loading(num_bytes, reading_bytes, compute_s):
+            return LoadChoice(Stretch(0, length))
+        if not self._planner.begins_trial(now_s):
+            return LoadChoice(None, is_declined=True)
+        shorter = min(length, prompt.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
+        usable = self._scheduler.loadable(prompt.request_id, is_stored, shorter)
+        return LoadChoice(Stretch(0, usable if usable > prompt.num_usable else length), is_declined=True)
+
+    def _first_of_back(self, prompt: WaitingPrompt, length: int, reading_bytes: int) -> int | None:
+        """Return the first block to load if the blocks before it should be computed at the same time.
+
+        `None` if loading or computing all blocks is as good.
+        """
+        if not self._scheduler.can_meet:
+            return None
+        num_blocks = length - prompt.num_usable
+        num_computed = self._planner.num_to_compute(
+            num_blocks,
+            lambda count: self._load_bytes(prompt.num_usable + count, length),
+            reading_bytes,
+            lambda count: self._compute_s(prompt, 0, count),
+        )
+        if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:
+            return None
+        return prompt.num_usable + num_not_loaded(
+            num_computed, lambda begin, end: self._compute_s(prompt, begin, end) or 0.0
+        )
+
+    def _compute_s(self, prompt: WaitingPrompt, begin: int, end: int) -> float | None:
+        """Return the seconds to compute blocks `begin` to `end`, counted from the first that was not usable on arrival.
+
+        `None` if step times are not known yet.
+        """
+        return self._scheduler.prefill_s(
+            (prompt.num_usable + begin) * self._block_size, (prompt.num_usable + end) * self._block_size
+        )
+
+    def _load_bytes(self, begin: int, end: int) -> int:
+        """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs, of all ranks."""
+        return self._num_ranks * sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
+
+
+def num_needed(group: KVGroup, begin: int, end: int) -> int:
+    """Return how many blocks from `begin` on a prefix of `end` blocks needs: with a window, those of the tail."""
+    return min(end - begin, group.tail_blocks) if group.kind == "window" else end - begin
