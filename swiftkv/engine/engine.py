@@ -234,6 +234,8 @@ class Engine:
         """
         now_s = time.monotonic()
         self._refuse_starved(now_s)
+        if self._turns.is_contended():
+            self._finish_steps()
         plan = self._scheduler.schedule(now_s)
         if plan is None and not self._launched:
             self._turns.rest()
@@ -242,8 +244,6 @@ class Engine:
         if plan is not None:
             if now_s >= self._stats_due_s:
                 self._send_stats()
-            if self._turns.is_contended():
-                self._finish_steps()
             is_overlapped = bool(self._launched)
             preparing_s = 0.0 if is_overlapped else time.monotonic() - max(self._previous_end_s, self._woken_s)
             with self._turns:  # models share the cores, or a GPU

@@ -165,16 +165,18 @@ def test_an_engine_launches_its_steps_in_its_turns(tmp_path: Path, is_ahead: boo
         engine = EngineThread(tmp_path / "model", ModelRunner, share=share, async_scheduling=is_ahead)
         other = DeviceTurns(table.fd, 1, 1.0, 1.0)
         with engine.running():
-            alone = engine.generate(PROMPTS, max_tokens=20)
+            [whole, *_] = engine.generate(PROMPTS, max_tokens=20)
+            sampling = {"max_tokens": 20, "stop_token_ids": [whole.token_ids[7]]}  # no plan foresees this end
+            alone = engine.generate(PROMPTS, **sampling)
             assert compute_of(engine).waited_s_total == 0
             assert compute_of(engine).core_s_total > 0
             other.wait()  # it does not end its turn, so the engine is let in after a while
-            assert [a.token_ids for a in engine.generate(PROMPTS, max_tokens=20)] == [a.token_ids for a in alone]
+            assert [a.token_ids for a in engine.generate(PROMPTS, **sampling)] == [a.token_ids for a in alone]
             assert compute_of(engine).waited_s_total > 0
             is_over = threading.Event()
             with ThreadPoolExecutor(1) as thread:
                 taking = thread.submit(take_turns, other, is_over)
-                beside = engine.generate(PROMPTS, max_tokens=20, cache_salt="computed anew")
+                beside = engine.generate(PROMPTS, cache_salt="computed anew", **sampling)
                 is_over.set()
                 taking.result()
             assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone]
