@@ -71,7 +71,7 @@ def test_blocks_that_leave_a_window_are_no_room_for_a_prompt_that_lacks_others()
     e = Engine(Setup(((3, 16, 0), (1, 16, 8)), BLOCK, 8, 64, 64))
     e.add(1, prompt(40, 1), max_tokens=20)
     e.step()
-    e.add(2, prompt(40, 2), max_tokens=1)
+    e.add(2, prompt(25, 2), max_tokens=1)  # it lacks fewer blocks than the window will leave behind
     e.step()
     free = e.scheduler.stats().groups[1].free
     assert matches(e.scheduler) == 2
