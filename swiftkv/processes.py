@@ -85,8 +85,8 @@ def share_one_heap() -> None:
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> bool:
     """Have the kernel send `by` to this process when the thread that started it ends.
 
-    Returns whether the parent still lives. This works however the parent ends; SIGKILL, also while this process is
-    stopped or stuck in a call.
+    Returns whether the parent still lives. This works however the parent ends, and with SIGKILL also while this process
+    is stopped or stuck in a call.
     """
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
