@@ -730,7 +730,7 @@ class Scheduler:
         """
 
     def pin(self, pin_id: int, keys: bytes, max_share: float) -> tuple[int, float, bool]:
-        """Keep the longest usable prefix of `keys` that lies in the local pool, until `unpin`.
+        """Keep the longest usable prefix of `keys` in the local pool and in host memory, until `unpin`.
 
         Return its length in blocks, the share of the pool that all pins then take, and whether it is kept: it is not if
         the length is 0 or the share exceeds `max_share`. A pin gives way to a request that could otherwise not run even
