@@ -22,6 +22,7 @@ TESTS = {
     "core": [
         f"tests/core/test_{name}.py"
         for name in (
+            "host_blocks",
             "pins",
             "storage",
             "room_of_loads",
