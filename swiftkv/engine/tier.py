@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swiftkv._core import Scheduler
+from swiftkv._host import LockTimeout
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
@@ -34,6 +35,7 @@ from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer, queue_memory
 
 _CLOSE_PATIENCE_S = 2.0  # the longest wait for a thread to write its queue, or to return from a call
+_LOCK_PATIENCE_S = 1.0
 _NEWS_INTERVAL_S = 0.1
 _TRIAL_INTERVAL_S = 1.0
 
@@ -332,7 +334,9 @@ def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> 
     levels = []
     name = "host"
     if spec.host_fd is not None:
-        host = HostMedium(spec.host_fd)
+        host = HostMedium.of(spec.host_fd, spec.host_member)
+        with suppress(LockTimeout):  # the first call that gets the lock does it then
+            host.release_member(spec.host_member, time.monotonic() + _LOCK_PATIENCE_S)
         host.fill_ahead()
         levels.append(Level("host", SealedBackend(GuardedMedium(host, Breaker()), keys.fingerprint)))
     if spec.backend is not None:
