@@ -10,10 +10,12 @@ import pytest
 from host_oracle import HOST, HostEngine
 from naive_scheduler import Setup
 
+from swiftkv import _core
 from swiftkv._core import GroupSpec, Scheduler
 
 BLOCK = 4
 DENSE = Setup(((2, 16, 0),), BLOCK, 4, 64, 48)
+LARGE = Setup(((2, 32, 0),), BLOCK, 4, 64, 48)
 HYBRID = Setup(((1, 16, 0), (2, 16, 8)), BLOCK, 4, 64, 48)
 HOUSE = Setup(((2, 24, 0), (1, 48, 8)), BLOCK, 4, 64, 48, blocks_per_extent=(1, 2))
 SETUPS = pytest.mark.parametrize("setup", [DENSE, HYBRID, HOUSE], ids=["dense", "hybrid", "shared extents"])
@@ -127,12 +129,32 @@ def test_used_blocks_stay_when_the_others_go() -> None:
 
 
 def test_a_block_that_the_index_has_forgotten_is_copied_while_a_request_still_has_it() -> None:
-    e = stored(DENSE, prompt(33))
-    bring(e, 1, [*prompt(33), 7], max_tokens=8)
+    e = stored(LARGE, prompt(33))
+    bring(e, 1, [*prompt(33), 7], max_tokens=14)
     assert e.step()
-    e.reset_prefix_cache()  # forgets what nobody uses
-    e.scheduler.check_invariants()
+    e.add(2, [*prompt(33), 8], max_tokens=1, skip_prefix_match=True)
+    while 2 in e.requests:
+        assert e.step()  # computes the same blocks: the index has these instead, for they lie further up
+    e.reset_prefix_cache()
     assert host_stats(e) == (8, 0, 0, 0)
+    assert bring(e, 3, [*prompt(33), 9]) == 0
+    e.check()
+    while 3 in e.requests:
+        assert e.step()
+    assert e.finished[3].cached == 32
+    e.drain()
+
+
+def test_nobody_is_displaced_for_blocks_in_host_memory() -> None:
+    e = stored(DENSE, prompt(40))
+    bring(e, 1, [*prompt(40), 7], max_tokens=5)  # two blocks in the pool, ten in host memory
+    assert e.step()
+    e.add(2, prompt(32, 1), max_tokens=8, priority=-_core.PRIORITIES_PER_CLASS)  # nine more
+    assert e.step()
+    e.add(3, prompt(41, 2), max_tokens=3, priority=-_core.PRIORITIES_PER_CLASS)  # wants eleven
+    assert e.step()
+    stats = e.scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_preemptions_total) == (2, 1, 0)
     e.drain()
 
 
