@@ -37,6 +37,10 @@ class GroupSpec:
     `layer_block_bytes` and `base_offset_bytes` (of the group's first block in the pool) give the offsets of copies.
     With `blocks_per_extent` all groups have their blocks in extents of one pool, each owned by one group at a time:
     `num_blocks` is then the most that the group can have.
+
+    A group without a window may have `num_host_blocks` chunks of host memory in which its blocks are attended where
+    they lie. Counted in layer blocks from the group's first block in the pool, they begin at `host_first`, each
+    `host_stride` after the one before.
     """
 
     num_layers: Final[int]
@@ -51,6 +55,9 @@ class GroupSpec:
         layer_block_bytes: int = 0,
         base_offset_bytes: int = 0,
         blocks_per_extent: int = 0,
+        host_first: int = 0,
+        host_stride: int = 1,
+        num_host_blocks: int = 0,
     ) -> None: ...
 
 class Link:
@@ -58,7 +65,7 @@ class Link:
 
     Groups that share extents lend whole ones of these, as blocks of the first group. `blocks_per_extent` counts this
     engine's blocks. Only a borrower uses `extent_bytes` and `base_offset_bytes`, which say where extents lie in the
-    lender's pool, and `place`, the tier of that pool.
+    lender's pool.
     """
 
     group: Final[int]
@@ -74,7 +81,6 @@ class Link:
         blocks_per_extent: int,
         extent_bytes: int = 0,
         base_offset_bytes: int = 0,
-        place: Literal["peer", "host"] = "peer",
     ) -> None: ...
 
 class GroupStats:
@@ -98,6 +104,10 @@ class GroupStats:
     borrowed_cached: Final[int]
     borrowed_in_flight: Final[int]
     staging_layer_blocks: Final[int]
+    host_used: Final[int]
+    host_cached: Final[int]
+    host_in_flight: Final[int]
+    host_loading: Final[int]
     pinned: Final[int]
     """The blocks in use that pins hold"""
 
@@ -398,6 +408,12 @@ class StepPlan:
     def new_borrowed_blocks(self) -> Int32Array:
         """The numbers, rising from 0 on, of a prompt's blocks that were found in borrowed memory"""
     @property
+    def new_host_starts(self) -> Int32Array:
+        """[A+1] bounds of the rows of `new_host_blocks` that belong to each"""
+    @property
+    def new_host_blocks(self) -> Int32Array:
+        """The numbers of a prompt's blocks that were found in host memory"""
+    @property
     def new_arrivals_s(self) -> Float64Array:
         """[A] their times of arrival, by the clock of `schedule`"""
     @property
@@ -631,24 +647,41 @@ class Scheduler:
     def evicted_age_s(self, key: bytes) -> float | None:
         """Return the seconds since a block was evicted; `None` if it was not, or the eviction is forgotten."""
 
-    def loadable(self, request_id: int, is_stored: UInt8Array, max_blocks: int) -> int:
+    def loadable(
+        self, request_id: int, is_stored: UInt8Array, max_blocks: int, pinned: Int32Array | None = None
+    ) -> int:
         """Return how many leading blocks a waiting request could use, from the pools and from storage together.
 
-        `is_stored` ([K * groups]) says which blocks storage has. The result is at most `max_blocks`, and no more than
-        the local pool can hold. Raises ValueError if `is_stored` has the wrong length.
+        `is_stored` ([K * groups]) says which blocks storage has, and `pinned` ([K * groups]) the chunks of host memory
+        that the caller has pinned for them, -1 where there is none. The result is at most `max_blocks`, and no more
+        than the local pool can hold beside pinned chunks. Raises ValueError if an array has the wrong length, or there
+        is no such chunk.
         """
 
     def begin_load(
-        self, request_id: int, num_blocks: int, first: int = 0
+        self, request_id: int, num_blocks: int, first: int = 0, pinned: Int32Array | None = None
     ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
         """Take a block for each of a waiting request's blocks `first` to `num_blocks` that is missing.
 
         Other cached blocks are evicted for them. Room is left for the blocks before `first`, which are computed.
         Requests that would find the new blocks wait for them.
 
-        Return for each block the index of its key, its group, its number, and the offset of its bytes in the pool.
+        A block whose chunk of host memory is `pinned`, as in `loadable`, is attended there. The scheduler takes over the
+        pin, and gives it back through `take_unpinned`. It may leave a pin alone and take a block of the pool instead.
+
+        Return for each block the index of its key, its group, its number, and the offset of its bytes from the
+        beginning of the pool: for a block in host memory it is no less than the pool's size.
         Return none if there is no room or nothing to load, while a running request waits for the room of loading
         blocks, and while a step in progress copies blocks.
+        """
+
+    def take_unpinned(self) -> Int32Array:
+        """Return the chunks of host memory that are not used any more, each once for every pin that was taken over."""
+
+    def evict_host(self) -> bool:
+        """Evict all cached blocks in host memory.
+
+        Return false, with nothing changed, while a step in progress may copy blocks between the pool and peers.
         """
 
     @property

@@ -48,12 +48,6 @@ Hash to_hash(const nb::bytes& bytes) {
     return hash;
 }
 
-Place place_named(const std::string& name) {
-    for (size_t i = 1; i < kPlaces.size(); ++i)
-        if (name == kPlaces[i].name) return static_cast<Place>(i);
-    throw std::invalid_argument("place: nothing can be borrowed from " + name);
-}
-
 template <class Class, class Binding, class T>
 void def_array(Binding& binding, const char* name, std::vector<T> Class::* field) {
     binding.def_prop_ro(name, [field](nb::handle_t<Class> self) { return view(nb::cast<Class&>(self).*field, self); });
@@ -129,6 +123,8 @@ void bind_plan(nb::module_& m) {
     def_array(plan, "new_cached_tokens", &StepPlan::new_cached_tokens);
     def_array(plan, "new_borrowed_starts", &StepPlan::new_borrowed_starts);
     def_array(plan, "new_borrowed_blocks", &StepPlan::new_borrowed_blocks);
+    def_array(plan, "new_host_starts", &StepPlan::new_host_starts);
+    def_array(plan, "new_host_blocks", &StepPlan::new_host_blocks);
     def_array(plan, "new_arrivals_s", &StepPlan::new_arrivals_s);
     def_array(plan, "met_request_ids", &StepPlan::met_request_ids);
     plan.def_prop_ro("met_blocks", [](nb::handle_t<StepPlan> self) {
@@ -160,7 +156,11 @@ void bind_stats(nb::module_& m) {
         .def_ro("borrowed_used", &GroupStats::borrowed_used)
         .def_ro("borrowed_cached", &GroupStats::borrowed_cached)
         .def_ro("borrowed_in_flight", &GroupStats::borrowed_in_flight)
-        .def_ro("staging_layer_blocks", &GroupStats::staging_layer_blocks);
+        .def_ro("staging_layer_blocks", &GroupStats::staging_layer_blocks)
+        .def_ro("host_used", &GroupStats::host_used)
+        .def_ro("host_cached", &GroupStats::host_cached)
+        .def_ro("host_in_flight", &GroupStats::host_in_flight)
+        .def_ro("host_loading", &GroupStats::host_loading);
     nb::class_<GroupDemand>(m, "GroupDemand")
         .def_ro("total_peak", &GroupDemand::total_peak)
         .def_ro("longest", &GroupDemand::longest)
@@ -199,12 +199,18 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "__init__",
             [](GroupSpec* self, int num_layers, int num_blocks, int window, int64_t layer_block_bytes,
-               int64_t base_offset_bytes, int blocks_per_extent) {
-                new (self)
-                    GroupSpec{num_layers, num_blocks, window, layer_block_bytes, base_offset_bytes, blocks_per_extent};
+               int64_t base_offset_bytes, int blocks_per_extent, int host_first, int host_stride,
+               int num_host_blocks) {
+                new (self) GroupSpec{num_layers,
+                                     num_blocks,
+                                     window,
+                                     layer_block_bytes,
+                                     base_offset_bytes,
+                                     blocks_per_extent,
+                                     {host_first, host_stride, num_host_blocks}};
             },
             "num_layers"_a, "num_blocks"_a, "window"_a = 0, "layer_block_bytes"_a = 0, "base_offset_bytes"_a = 0,
-            "blocks_per_extent"_a = 0)
+            "blocks_per_extent"_a = 0, "host_first"_a = 0, "host_stride"_a = 1, "num_host_blocks"_a = 0)
         .def_ro("num_layers", &GroupSpec::num_layers)
         .def_ro("num_blocks", &GroupSpec::num_blocks)
         .def_ro("window", &GroupSpec::window);
@@ -213,12 +219,10 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "__init__",
             [](Link* self, int group, int num_extents, int blocks_per_extent, int64_t extent_bytes,
-               int64_t base_offset_bytes, const std::string& place) {
-                new (self)
-                    Link{group, num_extents, blocks_per_extent, extent_bytes, base_offset_bytes, place_named(place)};
+               int64_t base_offset_bytes) {
+                new (self) Link{group, num_extents, blocks_per_extent, extent_bytes, base_offset_bytes};
             },
-            "group"_a, "num_extents"_a, "blocks_per_extent"_a, "extent_bytes"_a = 0, "base_offset_bytes"_a = 0,
-            "place"_a = traits(Place::kPeer).name)
+            "group"_a, "num_extents"_a, "blocks_per_extent"_a, "extent_bytes"_a = 0, "base_offset_bytes"_a = 0)
         .def_ro("group", &Link::group)
         .def_ro("num_extents", &Link::num_extents)
         .def_ro("blocks_per_extent", &Link::blocks_per_extent)

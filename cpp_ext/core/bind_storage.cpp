@@ -55,9 +55,11 @@ std::optional<double> evicted_age_s(const Scheduler& self, const nb::bytes& key)
     return without_gil([&] { return self.evicted_age_s(named); });
 }
 
-nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks, int first) {
+nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks, int first,
+                     std::optional<Input<int32_t>> pinned) {
+    const PinnedChunks chunks = pinned ? span_of(*pinned) : PinnedChunks();
     const std::vector<LoadingBlock> loading =
-        without_gil([&] { return self.begin_load(request_id, num_blocks, first); });
+        without_gil([&] { return self.begin_load(request_id, num_blocks, first, chunks); });
     std::vector<int32_t> indices, groups, blocks;
     std::vector<int64_t> offsets_bytes;
     for (const LoadingBlock& block : loading) {
@@ -116,12 +118,17 @@ void bind_storage(nb::class_<Scheduler>& scheduler) {
         .def("prefill_s", &Scheduler::prefill_s, "begin"_a, "end"_a, unlocked)
         .def(
             "loadable",
-            [](Scheduler& self, RequestId request_id, Input<uint8_t> is_stored, int max_blocks) {
+            [](Scheduler& self, RequestId request_id, Input<uint8_t> is_stored, int max_blocks,
+               std::optional<Input<int32_t>> pinned) {
+                const PinnedChunks chunks = pinned ? span_of(*pinned) : PinnedChunks();
                 nb::gil_scoped_release released;
-                return self.loadable(request_id, span_of(is_stored), max_blocks);
+                return self.loadable(request_id, span_of(is_stored), max_blocks, chunks);
             },
-            "request_id"_a, "is_stored"_a.noconvert(), "max_blocks"_a)
-        .def("begin_load", &begin_load, "request_id"_a, "num_blocks"_a, "first"_a = 0)
+            "request_id"_a, "is_stored"_a.noconvert(), "max_blocks"_a, "pinned"_a = nb::none())
+        .def("begin_load", &begin_load, "request_id"_a, "num_blocks"_a, "first"_a = 0, "pinned"_a = nb::none())
+        .def("take_unpinned",
+             [](Scheduler& self) { return to_array(without_gil([&] { return self.take_unpinned(); })); })
+        .def("evict_host", &Scheduler::evict_host, unlocked)
         .def_prop_ro("can_meet", &Scheduler::can_meet)
         .def("meet", &Scheduler::meet, "request_id"_a, "num_blocks"_a, unlocked)
         .def("num_planned_blocks", &Scheduler::num_planned_blocks, "request_id"_a, unlocked)

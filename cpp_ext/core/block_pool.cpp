@@ -14,10 +14,11 @@ bool is_reclaimable(BlockState state) {
 }
 
 // Returns one past the last block of each place.
-std::array<BlockId, kNumPlaces> ends_of_places(int num_local, const std::vector<Link>& borrow_links) {
+std::array<BlockId, kNumPlaces> ends_of_places(int num_local, const std::vector<Link>& borrow_links, int num_host) {
     std::array<BlockId, kNumPlaces> ends{num_local};
+    ends[static_cast<int>(Place::kHost)] = num_host;
     for (const Link& link : borrow_links)
-        ends[static_cast<int>(link.place)] += link.num_extents * link.blocks_per_extent;
+        ends[static_cast<int>(Place::kPeer)] += link.num_extents * link.blocks_per_extent;
     for (int place = 1; place < kNumPlaces; ++place) ends[place] += ends[place - 1];
     return ends;
 }
@@ -25,9 +26,9 @@ std::array<BlockId, kNumPlaces> ends_of_places(int num_local, const std::vector<
 }  // namespace
 
 BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links,
-                     Tenancy tenancy)
+                     Tenancy tenancy, int num_host)
     : num_local_(num_local),
-      ends_(ends_of_places(num_local, borrow_links)),
+      ends_(ends_of_places(num_local, borrow_links, num_host)),
       num_ids_(ends_.back()),
       records_(num_ids_ + kNumPlaces * kNumWorths),
       tenancy_(tenancy),
@@ -50,10 +51,8 @@ BlockPool::BlockPool(int num_local, const std::vector<Link>& lend_links, const s
         lend_links_.push_back({link, whole, std::vector<int>(link.num_extents), FreeSet(std::max(1, link.num_extents)),
                                std::vector<bool>(link.num_extents)});
     }
-    std::array<BlockId, kNumPlaces> next{};
-    std::copy(ends_.begin(), ends_.end() - 1, next.begin() + 1);
+    BlockId first = num_local;
     for (const Link& link : borrow_links) {
-        BlockId& first = next[static_cast<int>(link.place)];
         borrow_links_.push_back({link,
                                  first,
                                  std::vector<Tenure>(link.num_extents, Tenure::kNone),
@@ -193,7 +192,10 @@ void BlockPool::replace(BlockId from, BlockId to) {
 }
 
 void BlockPool::release(BlockId block) {
-    if (place(block) != Place::kLocal && is_leaving(block)) {
+    if (place(block) == Place::kHost) {
+        move_to(block, BlockState::kAbsent);
+        unpinned_.push_back({chunk_of(block), num_begun_ > num_settled_ ? num_begun_ : 0});
+    } else if (is_leaving(block)) {
         give_up(block);
     } else {
         move_to(block, BlockState::kFree);
@@ -210,6 +212,7 @@ BlockId BlockPool::oldest_cached(Place where) const {
 BlockId BlockPool::oldest_cached_below(Place where) const {
     BlockId oldest = kNone;
     for (int place = static_cast<int>(where) + 1; place < kNumPlaces; ++place) {
+        if (!kPlaces[place].is_allocated) continue;
         const BlockId cached = oldest_cached(static_cast<Place>(place));
         if (cached == kNone) continue;
         const auto is_older = [&](BlockId a, BlockId b) {
@@ -293,6 +296,23 @@ BlockId BlockPool::start_loading() {
 void BlockPool::stop_loading(BlockId block) {
     ensure(state(block) == BlockState::kLoading, "a block that stops loading was loading");
     rest(block);
+}
+
+// ---- host memory ----
+
+void BlockPool::start_loading(BlockId absent) {
+    ensure(place(absent) == Place::kHost && state(absent) == BlockState::kAbsent, "a pinned chunk has no block yet");
+    move_to(absent, BlockState::kLoading);
+}
+
+std::vector<int> BlockPool::take_unpinned() {
+    std::vector<int> chunks;
+    std::erase_if(unpinned_, [&](const UnpinnedChunk& unpinned) {
+        if (unpinned.until > num_settled_) return false;
+        chunks.push_back(unpinned.chunk);
+        return true;
+    });
+    return chunks;
 }
 
 // ---- layer-stream cache ----

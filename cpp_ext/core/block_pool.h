@@ -15,14 +15,16 @@
 namespace swiftkv {
 
 enum class BlockState : uint8_t {
-    kAbsent,    // its extent is not held: the lender has it; if it is local, another KV group has it, or none
+    kAbsent,    // its extent is not held: the lender has it; if it is local, another KV group has it, or none; if it is
+                // in host memory, nothing here uses it
     kFree,      // its bytes are not needed
     kUsed,      // running requests hold references to it (it may be in the prefix index too)
     kCached,    // in the prefix index, and no request holds it; evicted by worth, then in least-recently-used order
     kInFlight,  // steps in progress may still read or write it; cached or free once they settle
     kLent,      // local: lent to another engine
     kStaging,   // local: part of the layer-stream cache, in whose layer blocks borrowed blocks are staged
-    kLoading,   // local: its bytes are on their way up; requests that find it in the prefix index wait for it
+    kLoading,   // local: its bytes are on their way up; in host memory: they are being verified; requests that find it
+                // in the prefix index wait for it
     kLeaving,   // borrowed: in the prefix index, held by no request, in a recalled extent: it will move or be forgotten
 };
 inline constexpr int kNumBlockStates = 9;
@@ -40,7 +42,7 @@ struct Tenancy {
 class BlockPool {
   public:
     BlockPool(int num_local, const std::vector<Link>& lend_links, const std::vector<Link>& borrow_links,
-              Tenancy tenancy = {});
+              Tenancy tenancy = {}, int num_host = 0);
 
     int num_local() const { return num_local_; }
     int num_ids() const { return num_ids_; }
@@ -73,7 +75,7 @@ class BlockPool {
     int available_below(Place place) const {
         int count = num_free_below(place);
         for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
-            count += num_cached(static_cast<Place>(below));
+            if (kPlaces[below].is_allocated) count += num_cached(static_cast<Place>(below));
         return count;
     }
     int num_free_below(Place place) const {
@@ -121,7 +123,7 @@ class BlockPool {
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
-    // Returns the same for all places further down together.
+    // Returns the same for all places further down together in which blocks are allocated.
     BlockId oldest_cached_below(Place place) const;
     // Calls visit(block) for cached blocks, those in the place furthest down first, each place in its order of
     // eviction, until visit() returns false.
@@ -136,11 +138,13 @@ class BlockPool {
         }
     }
 
-    // Looks at the first `most` cached blocks in the same order, and calls see(block) for those that it has not seen
-    // since they were cached. Ends when see() returns false; that block does not count as seen.
+    // Looks at the first `most` cached blocks in the same order, without those in host memory, and calls see(block) for
+    // those that it has not seen since they were cached. Ends when see() returns false; that block does not count as
+    // seen.
     template <class See>
     void see_next(int most, See&& see) {
         for (int place = kNumPlaces - 1; place >= 0; --place) {
+            if (!kPlaces[place].is_allocated) continue;
             for (int worth = 0; worth < kNumWorths && most > 0; ++worth) {
                 CachedList& list = list_of(sentinel(static_cast<Place>(place), static_cast<Worth>(worth)));
                 while (list.num_seen < std::min(most, list.size)) {
@@ -184,8 +188,19 @@ class BlockPool {
     // ---- loading ----
     // Turns the lowest free local block into a loading one and returns it; kNone if no local block is free.
     BlockId start_loading();
-    // Turns a loading block into a cached one if the prefix index knows it, else into a free one.
+    // Turns a loading block into a cached one if the prefix index knows it, else into a free one, or an absent one if
+    // it is in host memory.
     void stop_loading(BlockId block);
+
+    // ---- host memory: chunks that this engine has pinned ----
+    BlockId host_block(int chunk) const { return first_of(Place::kHost) + chunk; }
+    int chunk_of(BlockId host) const { return host - first_of(Place::kHost); }
+    int num_chunks() const { return num_ids() - first_of(Place::kHost); }
+    // Turns an absent block in host memory, whose chunk the caller has pinned, into a loading one.
+    void start_loading(BlockId absent);
+    // Returns the chunks whose blocks have become absent since the last call, and which no step uses any more. A chunk
+    // may be named several times, once for each time that its block became absent.
+    std::vector<int> take_unpinned();
 
     // ---- layer-stream cache ----
     // Turns the highest free local block into a staging one and returns it; kNone if no local block is free.
@@ -271,6 +286,10 @@ class BlockPool {
         ExtentId extent;
         int64_t until;  // the number of a step, from 1
     };
+    struct UnpinnedChunk {
+        int chunk;
+        int64_t until;  // the number of the last step that may read it; 0: none
+    };
     enum class Tenure : uint8_t { kNone, kHeld, kRecalled, kLost };
     struct BorrowLink {
         Link link;
@@ -340,6 +359,7 @@ class BlockPool {
     Tenancy tenancy_;
     std::vector<HouseExtent> house_extents_;
     std::vector<KeptExtent> kept_extents_;
+    std::vector<UnpinnedChunk> unpinned_;
     int num_open_ = 0;
     mutable BlockId last_of_oldest_open_ = kNone;  // kNone: not known
     std::vector<LendLink> lend_links_;

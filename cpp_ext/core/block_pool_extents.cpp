@@ -181,13 +181,13 @@ BlockPool::BorrowLink& BlockPool::borrow_link_of(BlockId borrowed) {
 }
 
 bool BlockPool::is_leaving(BlockId block) const {
-    if (place(block) == Place::kLocal) return false;
+    if (place(block) != Place::kPeer) return false;
     const BorrowLink& link = borrow_link_of(block);
     return link.tenure[extent_of(link, block)] != Tenure::kHeld;
 }
 
 bool BlockPool::is_lost(BlockId block) const {
-    if (place(block) == Place::kLocal) return false;
+    if (place(block) != Place::kPeer) return false;
     const BorrowLink& link = borrow_link_of(block);
     return link.tenure[extent_of(link, block)] == Tenure::kLost;
 }

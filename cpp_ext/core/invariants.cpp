@@ -38,7 +38,7 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
                 check_that(!is_local && is_leaving(b), "a leaving block is in a recalled extent");
                 break;
             case BlockState::kLoading:
-                check_that(is_local, "a loading block is in the local pool");
+                check_that(is_local || place(b) == Place::kHost, "no borrowed block is loading");
                 break;
             case BlockState::kUsed:
             case BlockState::kInFlight:
@@ -48,6 +48,7 @@ void BlockPool::check_blocks(const std::vector<int>& refs) const {
                 check_that(record.worth == Worth::kNone, "a block that is neither used nor cached is worth nothing");
         }
         check_that(!is_local || tenancy_.house || record.state != BlockState::kAbsent, "a local block is present");
+        check_that(place(b) != Place::kHost || record.state != BlockState::kFree, "host memory is not ours to fill");
         check_that(is_local || (record.state != BlockState::kLent && record.state != BlockState::kStaging),
                    "borrowed blocks are not lent on, nor staged in");
         check_that(is_local || !is_leaving(b) || record.state != BlockState::kFree,

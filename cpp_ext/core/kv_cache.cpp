@@ -27,6 +27,7 @@ int count_blocks(const std::vector<GroupSpec>& groups, const std::vector<Link>& 
     int total = 0;
     for (const GroupSpec& g : groups) total += g.num_blocks;
     for (const Link& link : borrow_links) total += link.num_extents * link.blocks_per_extent;
+    for (const GroupSpec& g : groups) total += g.host.count;
     return total;
 }
 
@@ -52,11 +53,12 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
     for (int g = 0; g < static_cast<int>(groups.size()); ++g) {
         const GroupSpec& spec = groups[g];
         BlockPool pool(spec.num_blocks, links_of(lend_links, g), links_of(borrow_links, g),
-                       {division_.house(), g, spec.blocks_per_extent});
+                       {division_.house(), g, spec.blocks_per_extent}, spec.host.count);
         const int num_tail = spec.window == 0 ? 0 : tail_blocks(spec, block_size);
         groups_.push_back({spec, num_tail, std::move(pool), {}});
         has_full_attention_ |= spec.window == 0;
         has_windows_ |= spec.window > 0;
+        can_attend_host_ |= spec.host.count > 0;
     }
     std::vector<int> num_lending(groups.size());
     for (const Link& link : lend_links) lend_links_.push_back({link.group, num_lending[link.group]++});
@@ -103,10 +105,10 @@ PrefixMatch KvCache::acquire_prefix(BlockTable& table, std::span<const BlockKey>
     return found;
 }
 
-int KvCache::acquire_local_prefix(BlockTable& table, std::span<const BlockKey> keys) {
+int KvCache::acquire_attended_prefix(BlockTable& table, std::span<const BlockKey> keys) {
     path_.clear();
     const auto is_there = [&](int g, BlockId block) {
-        return is_local(g, block) && groups_[g].pool.state(block) != BlockState::kLoading;
+        return is_attended(g, block) && groups_[g].pool.state(block) != BlockState::kLoading;
     };
     const int length = match(keys, path_, is_there).length;
     hold_match(table, length);
@@ -148,8 +150,10 @@ int KvCache::count_known(std::span<const BlockKey> keys, int before) const {
 }
 
 bool KvCache::has_loading() const {
-    return std::any_of(groups_.begin(), groups_.end(),
-                       [](const KvGroup& group) { return group.pool.count(Place::kLocal, BlockState::kLoading) > 0; });
+    return std::any_of(groups_.begin(), groups_.end(), [](const KvGroup& group) {
+        return group.pool.count(Place::kLocal, BlockState::kLoading) > 0 ||
+               group.pool.count(Place::kHost, BlockState::kLoading) > 0;
+    });
 }
 
 bool KvCache::is_loading(std::span<const BlockKey> keys) const {
@@ -168,12 +172,19 @@ int KvCache::first_of_match(int g, int length) const {
     return groups_[g].spec.window == 0 ? 0 : std::max(0, length - groups_[g].num_tail);
 }
 
-std::vector<int32_t> KvCache::borrowed_blocks(const BlockTable& table) const {
+std::vector<int32_t> KvCache::blocks_in(Place place, const BlockTable& table) const {
+    const auto lies_there = [&](int g, int32_t entry) {
+        return entry != kNoBlock && groups_[g].pool.place(block_of(g, entry)) == place;
+    };
+    std::vector<bool> is_in(table.groups[0].entries.size());
+    for (int g = 0; g < num_groups(); ++g) {
+        if (groups_[g].pool.count(place, BlockState::kUsed) == 0) continue;
+        for (size_t i = 0; i < is_in.size(); ++i)
+            if (lies_there(g, table.groups[g].entries[i])) is_in[i] = true;
+    }
     std::vector<int32_t> blocks;
-    for (int32_t i = 0; i < std::ssize(table.groups[0].entries); ++i)
-        if (std::any_of(table.groups.begin(), table.groups.end(),
-                        [&](const BlockTable::Group& held) { return is_staged(held.entries[i]); }))
-            blocks.push_back(i);
+    for (size_t i = 0; i < is_in.size(); ++i)
+        if (is_in[i]) blocks.push_back(static_cast<int32_t>(i));
     return blocks;
 }
 
@@ -327,7 +338,7 @@ std::vector<BlockId> KvCache::begin_loading(const BlockKey& key) {
 
 void KvCache::end_loading(std::span<const BlockId> blocks, bool is_loaded) {
     const auto is_loading = [&](int g, BlockId b) {
-        return b >= 0 && is_local(g, b) && groups_[g].pool.state(b) == BlockState::kLoading;
+        return b >= 0 && b < groups_[g].pool.num_local() && groups_[g].pool.state(b) == BlockState::kLoading;
     };
     if (static_cast<int>(blocks.size()) != num_groups())
         throw std::invalid_argument("blocks: one of each KV group is loaded at once");
@@ -366,6 +377,7 @@ std::vector<GroupStats> KvCache::stats() const {
     for (int g = 0; g < num_groups(); ++g) {
         const auto local = [&](BlockState state) { return groups_[g].pool.count(Place::kLocal, state); };
         const auto borrowed = [&](BlockState state) { return groups_[g].pool.count_staged(state); };
+        const auto in_host = [&](BlockState state) { return groups_[g].pool.count(Place::kHost, state); };
         stats.push_back({.free = local(BlockState::kFree),
                          .used = local(BlockState::kUsed),
                          .cached = local(BlockState::kCached),
@@ -379,7 +391,11 @@ std::vector<GroupStats> KvCache::stats() const {
                          .borrowed_used = borrowed(BlockState::kUsed),
                          .borrowed_cached = borrowed(BlockState::kCached) + borrowed(BlockState::kLeaving),
                          .borrowed_in_flight = borrowed(BlockState::kInFlight),
-                         .staging_layer_blocks = num_staging_layer_blocks(g)});
+                         .staging_layer_blocks = num_staging_layer_blocks(g),
+                         .host_used = in_host(BlockState::kUsed),
+                         .host_cached = in_host(BlockState::kCached),
+                         .host_in_flight = in_host(BlockState::kInFlight),
+                         .host_loading = in_host(BlockState::kLoading)});
     }
     return stats;
 }

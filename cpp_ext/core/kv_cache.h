@@ -29,8 +29,9 @@
 
 namespace swiftkv {
 
-// The blocks of one request. The entry of a local block is block * num_layers, as kernels read it. The entry of a
-// borrowed block is staged(block); the plan of a step replaces it by staged(layer block).
+// The blocks of one request. The entry of a block that is attended where it lies, in the pool or in host memory, is its
+// first layer block, as kernels read it. The entry of a borrowed block is staged(block); the plan of a step replaces it
+// by staged(layer block).
 struct BlockTable {
     struct Group {
         std::vector<int32_t> entries;
@@ -57,13 +58,16 @@ struct StoredBlock {
     int64_t offset_bytes;
 };
 
-// A block that comes up from storage, and the local block for its bytes.
+// A block that comes up from storage, and the local block for its bytes; or the block in host memory that it is.
 struct LoadingBlock {
     int index;  // the index of its key among the prompt's keys
     int group;
     BlockId block;
-    int64_t offset_bytes;
+    int64_t offset_bytes;  // from the beginning of the pool
 };
+
+// The chunks of host memory that are pinned for a prompt: [keys][groups], kNone where there is none; or nothing at all.
+using PinnedChunks = std::span<const int32_t>;
 
 // A block that the prefix index knows and whose bytes are there.
 struct ResidentBlock {
@@ -124,14 +128,15 @@ class KvCache {
     bool has_full_attention() const { return has_full_attention_; }
     bool shares_extents() const { return division_.is_shared(); }
     bool can_borrow() const { return !borrow_links_.empty(); }
+    bool can_attend_host() const { return can_attend_host_; }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
     // Gives an empty table the longest usable cached prefix of `keys`. A prefix is usable if every full-attention group
     // has all its blocks, and every sliding-window group its tail.
     PrefixMatch acquire_prefix(BlockTable& table, std::span<const BlockKey> keys);
-    // Gives an empty table the longest usable prefix whose blocks lie in the local pool and are not loading. Returns
-    // its length in blocks.
-    int acquire_local_prefix(BlockTable& table, std::span<const BlockKey> keys);
+    // Gives an empty table the longest usable prefix whose blocks are attended where they lie and are not loading.
+    // Returns its length in blocks.
+    int acquire_attended_prefix(BlockTable& table, std::span<const BlockKey> keys);
     // Whether the prefix index knows every block of a table.
     bool is_indexed(const BlockTable& table) const;
     // The number of leading keys that the index knows, usable or not. `before`: the number that it knew at the last
@@ -144,8 +149,8 @@ class KvCache {
     bool has_loading() const;
     // Whether the longest usable prefix of `keys` has blocks that are loading. A request that wants it waits for them.
     bool is_loading(std::span<const BlockKey> keys) const;
-    // Returns the indices of a table's blocks that are borrowed in some group, in ascending order.
-    std::vector<int32_t> borrowed_blocks(const BlockTable& table) const;
+    // Returns the indices of a table's blocks that lie in that place in some group, in ascending order.
+    std::vector<int32_t> blocks_in(Place place, const BlockTable& table) const;
     // Adds blocks so that tokens up to `chunk_end` can be written (in full-attention groups up to `prompt_end`) and
     // `spare` blocks stay available. Takes local blocks before borrowed ones, and moves cached blocks out of their way.
     // Returns false, with nothing changed, if there is no room.
@@ -272,13 +277,19 @@ class KvCache {
     // The length, in blocks, of the longest prefix that could be used if these blocks were here: [keys][groups].
     int usable_length(std::span<const uint8_t> is_there) const;
     // The most leading keys whose blocks can be in the local pool at once if it holds nothing else. Blocks that lie in
-    // a lower place stay there, and need no room.
-    int local_room(std::span<const BlockKey> keys) const;
-    // Takes a free block for each block that the prefix `keys` needs from block `first` on and that is not here, and
-    // leaves `spare` blocks available. With `may_evict`, it evicts cached blocks for them, except those of the prefixes
-    // `kept`. Returns an empty list, with nothing changed, if there is no room.
-    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
-                                         std::span<const std::span<const BlockKey>> kept);
+    // a lower place stay there, and need no room; nor do blocks whose chunks are pinned.
+    int local_room(std::span<const BlockKey> keys, PinnedChunks pinned) const;
+    // Takes a block for each block that the prefix `keys` needs from block `first` on and that is not here: its pinned
+    // chunk, or else a free local block, such that `spare` blocks stay available. With `may_evict`, it evicts cached
+    // blocks for them, except those of the prefixes `kept`. Returns an empty list, with nothing changed, if there is no
+    // room.
+    std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, PinnedChunks pinned, Spare spare,
+                                         bool may_evict, std::span<const std::span<const BlockKey>> kept);
+    // Returns the chunks of host memory that the cache has ceased to use since the last call, once for each time that
+    // it took one in begin_load().
+    std::vector<int> take_unpinned();
+    // Evicts all cached blocks that lie in host memory.
+    void evict_host();
     // Returns the state of the prefix `keys` after its first `num_before` blocks. Only local blocks count as here. In
     // sliding-window groups, the prefix needs only the tail of its end.
     Back find_back(std::span<const BlockKey> keys, int num_before) const;
@@ -406,18 +417,32 @@ class KvCache {
     bool is_lost_unstored(int group, NodeId node) const;
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
-    std::vector<LoadingBlock> missing_from(std::span<const BlockKey> keys, int first) const;
+    std::vector<LoadingBlock> missing_from(std::span<const BlockKey> keys, int first, PinnedChunks pinned) const;
+    BlockId pinned_block(int group, size_t index, PinnedChunks pinned) const;
     void hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
     bool is_known_to_lack_room(std::span<const int> wanted, std::span<const std::span<const BlockKey>> kept) const;
     int64_t num_moves() const;
     void load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted);
-    int64_t local_offset_bytes(int group, BlockId local) const;
-    bool is_local(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
+    int64_t attended_offset_bytes(int group, BlockId attended) const;
+    bool is_attended(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
     BlockId block_of(int group, int32_t entry) const {
-        return is_staged(entry) ? staged_place(entry) : entry / groups_[group].spec.num_layers;
+        if (is_staged(entry)) return staged_place(entry);
+        const KvGroup& held = groups_[group];
+        const BlockId local = entry / held.spec.num_layers;
+        if (local < held.pool.num_local()) return local;
+        return held.pool.host_block((entry - held.spec.host.first) / held.spec.host.stride);
     }
     int32_t entry_of(int group, BlockId block) const {
-        return is_local(group, block) ? block * groups_[group].spec.num_layers : staged(block);
+        const KvGroup& held = groups_[group];
+        switch (held.pool.place(block)) {
+            case Place::kLocal:
+                return block * held.spec.num_layers;
+            case Place::kPeer:
+                return staged(block);
+            case Place::kHost:
+                return held.spec.host.first + held.pool.chunk_of(block) * held.spec.host.stride;
+        }
+        __builtin_unreachable();
     }
     void check_table(const BlockTable& table, const std::vector<BlockKey>& keys) const;
     void check_boundaries() const;
@@ -427,7 +452,7 @@ class KvCache {
     std::vector<KvGroup> groups_;
     std::vector<LocalMove> local_moves_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
-    bool has_full_attention_ = false, has_windows_ = false;
+    bool has_full_attention_ = false, has_windows_ = false, can_attend_host_ = false;
     int64_t num_window_losses_ = 0;  // losses of blocks after which a match may be shorter and need fewer window blocks
     PrefixIndex index_;
     Boundaries boundaries_;

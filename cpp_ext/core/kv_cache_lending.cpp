@@ -207,7 +207,7 @@ std::vector<std::pair<int, BlockId>> KvCache::arrivals(const BlockTable& table, 
         if (group.moves_in.empty() && group.pool.count_staged(BlockState::kUsed) == 0) continue;
         for (int i = table.groups[g].first; i < num_blocks; ++i) {
             const BlockId block = block_of(g, table.groups[g].entries[i]);
-            if (!is_local(g, block) || group.pool.is_moving(block)) arrivals.emplace_back(g, block);
+            if (!is_attended(g, block) || group.pool.is_moving(block)) arrivals.emplace_back(g, block);
         }
     }
     return arrivals;

@@ -121,7 +121,7 @@ void KvCache::reset() {
         const BlockPool& pool = groups_[g].pool;
         for (int place = 0; place < kNumPlaces; ++place)
             for (BlockId b; (b = pool.oldest_cached(static_cast<Place>(place))) != kNone;) evict(g, b);
-        for (BlockId b = 0; pool.count(Place::kLocal, BlockState::kLoading) > 0 && b < pool.num_local(); ++b)
+        for (BlockId b = 0; has_loading() && b < pool.num_ids(); ++b)
             if (pool.state(b) == BlockState::kLoading && pool.node(b) != kNone) evict(g, b);
         for (BlockId b : leaving(g, BlockState::kLeaving))
             if (pool.state(b) == BlockState::kLeaving) evict(g, b);  // else evicted with another block of its node

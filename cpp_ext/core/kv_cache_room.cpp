@@ -109,11 +109,8 @@ Gain KvCache::gain_of(int g, const BlockTable& table) {
     for (size_t i = held.first; i < held.entries.size(); ++i) {
         const BlockId block = block_of(g, held.entries[i]);
         if (++num_gone[block] < pool.refs(block) || pool.is_busy(block)) continue;
-        if (is_local(g, block)) {
-            ++gain.local;
-        } else if (!pool.is_leaving(block)) {
-            ++gain.staged;
-        }
+        gain.local += pool.place(block) == Place::kLocal;
+        gain.staged += pool.place(block) == Place::kPeer && !pool.is_leaving(block);
     }
     return gain;
 }

@@ -144,18 +144,18 @@ std::vector<StoredBlock> KvCache::take_offers(int max_blocks) {
 
 bool KvCache::can_store(int g, BlockId block) const {
     const BlockPool& pool = groups_[g].pool;
-    return pool.state(block) != BlockState::kLoading && traits(pool.place(block)).is_lossless;
+    return pool.state(block) != BlockState::kLoading && pool.place(block) != Place::kHost;  // host memory is storage
 }
 
 StoredBlock KvCache::stored_block(const BlockKey& key, int g, BlockId block) const {
-    if (is_local(g, block)) return {key, g, kNone, local_offset_bytes(g, block)};
+    if (is_attended(g, block)) return {key, g, kNone, attended_offset_bytes(g, block)};
     const BlockPool::Location location = locate(g, block);
     return {key, g, location.link, location.offset_bytes};
 }
 
-int64_t KvCache::local_offset_bytes(int g, BlockId local) const {
+int64_t KvCache::attended_offset_bytes(int g, BlockId attended) const {
     const GroupSpec& spec = groups_[g].spec;
-    return spec.base_offset_bytes + int64_t{local} * spec.num_layers * spec.layer_block_bytes;
+    return spec.base_offset_bytes + int64_t{entry_of(g, attended)} * spec.layer_block_bytes;
 }
 
 // ---- up ----
@@ -186,7 +186,7 @@ int KvCache::usable_length(std::span<const uint8_t> is_there) const {
     return usable;
 }
 
-int KvCache::local_room(std::span<const BlockKey> keys) const {
+int KvCache::local_room(std::span<const BlockKey> keys, PinnedChunks pinned) const {
     std::vector<int> needed(groups_.size(), 0);
     int length = 0;
     index_.find_each(keys, [&](size_t i, NodeId node) {
@@ -195,7 +195,8 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
             if (groups_[g].spec.window > 0)  // a group that shares no extents has room for its tail
                 needed[g] = division_.is_shared() ? longer - first_of_match(g, longer) : 0;
-            else if (block == kNone || is_local(g, block))
+            else if (block == kNone ? pinned_block(g, i, pinned) == kNone
+                                    : groups_[g].pool.place(block) == Place::kLocal)
                 ++needed[g];
         }
         if (!division_.fits_alone(needed)) return false;
@@ -208,11 +209,12 @@ int KvCache::local_room(std::span<const BlockKey> keys) const {
 // Holds the blocks of the prefix that are here meanwhile, so that they are not evicted for the missing ones, and are
 // the last to be evicted afterwards. Does the same with the prefixes `kept` if blocks have to be evicted. As these are
 // many, the cache remembers that there was no room beside them.
-std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, Spare spare, bool may_evict,
+std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, PinnedChunks pinned,
+                                              Spare spare, bool may_evict,
                                               std::span<const std::span<const BlockKey>> kept) {
-    std::vector<LoadingBlock> loading = missing_from(keys, first);
+    std::vector<LoadingBlock> loading = missing_from(keys, first, pinned);
     std::vector<int> needed(groups_.size(), 0);
-    for (const LoadingBlock& load : loading) ++needed[load.group];
+    for (const LoadingBlock& load : loading) needed[load.group] += load.block == kNone;
     std::vector<int> wanted = needed;
     for (int g = 0; g < num_groups(); ++g) wanted[g] += wanted[g] > 0 ? spare.of(spec(g)) : 0;
     const auto let_go_of = [&](const std::vector<std::pair<int, BlockId>>& blocks, auto let_go) {
@@ -244,17 +246,27 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
     return {};
 }
 
-// Returns the blocks that a prefix needs from block `first` on and that are missing.
-std::vector<LoadingBlock> KvCache::missing_from(std::span<const BlockKey> keys, int first) const {
+// Returns the blocks that a prefix needs from block `first` on and that are missing, with their blocks in host memory.
+std::vector<LoadingBlock> KvCache::missing_from(std::span<const BlockKey> keys, int first, PinnedChunks pinned) const {
     const int length = static_cast<int>(keys.size());
     std::vector<LoadingBlock> missing;
     for (int g = 0; g < num_groups(); ++g) {
         for (int i = std::max(first, first_of_match(g, length)); i < length; ++i) {
             const NodeId node = index_.find(keys[i]);
-            if (node == kNone || index_.block(node, g) == kNone) missing.push_back({i, g, kNone, 0});
+            if (node == kNone || index_.block(node, g) == kNone)
+                missing.push_back({i, g, pinned_block(g, static_cast<size_t>(i), pinned), 0});
         }
     }
     return missing;
+}
+
+// Returns the block in host memory of a pinned chunk. kNone if there is none, or if requests still hold it although the
+// index has forgotten it: then its bytes are copied.
+BlockId KvCache::pinned_block(int g, size_t index, PinnedChunks pinned) const {
+    const int chunk = pinned.empty() ? kNone : pinned[index * groups_.size() + g];
+    if (chunk == kNone) return kNone;
+    const BlockId block = groups_[g].pool.host_block(chunk);
+    return groups_[g].pool.state(block) == BlockState::kAbsent ? block : kNone;
 }
 
 // Holds the blocks that a prefix needs and that are here.
@@ -289,13 +301,18 @@ int64_t KvCache::num_moves() const {
     return num_moves;
 }
 
-// Takes a block to load into. `wanted`, as in Division, is lessened by that block.
+// Takes a local block to load into, unless the block lies in host memory. `wanted`, as in Division, is lessened by a
+// local block.
 void KvCache::load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted) {
     BlockPool& pool = groups_[load.group].pool;
-    free_one(load.group, wanted);
-    --wanted[load.group];
-    load.block = pool.start_loading();
-    load.offset_bytes = local_offset_bytes(load.group, load.block);
+    if (load.block == kNone) {
+        free_one(load.group, wanted);
+        --wanted[load.group];
+        load.block = pool.start_loading();
+    } else {
+        pool.start_loading(load.block);
+    }
+    load.offset_bytes = attended_offset_bytes(load.group, load.block);
     const NodeId node = index_.find_or_insert(key);
     pool.set_node(load.block, node);
     if (groups_[load.group].spec.window > 0) pool.set_worth(load.block, Worth::kKept);
@@ -312,7 +329,7 @@ Back KvCache::find_back(std::span<const BlockKey> keys, int num_before) const {
         for (int g = 0; is_coming && g < num_groups(); ++g) {
             if (i < first_of_match(g, length)) continue;
             const BlockId block = index_.block(node, g);
-            is_coming = block != kNone && is_local(g, block);
+            is_coming = block != kNone && is_attended(g, block);
             is_here &= is_coming && groups_[g].pool.state(block) != BlockState::kLoading;
         }
         if (!is_coming) break;
@@ -357,7 +374,7 @@ void KvCache::take_back(BlockTable& table, std::span<const BlockKey> keys) {
 void KvCache::check_loading(std::span<const LoadedBlock> blocks) const {
     for (const LoadedBlock& b : blocks) {
         const bool is_known =
-            b.group >= 0 && b.group < num_groups() && b.block >= 0 && b.block < groups_[b.group].pool.num_local();
+            b.group >= 0 && b.group < num_groups() && b.block >= 0 && b.block < groups_[b.group].pool.num_ids();
         if (!is_known || groups_[b.group].pool.state(b.block) != BlockState::kLoading)
             throw std::invalid_argument("blocks: block " + std::to_string(b.block) + " of group " +
                                         std::to_string(b.group) + " is not loading");
@@ -379,6 +396,22 @@ void KvCache::end_load(std::span<const LoadedBlock> blocks, bool is_loaded) {
     // Last block first: see evict().
     for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) groups_[it->group].pool.stop_loading(it->block);
     for (const LoadedBlock& b : blocks) tell_loaded(b.group, b.block, is_loaded);
+}
+
+// ---- host memory ----
+
+std::vector<int> KvCache::take_unpinned() {
+    std::vector<int> chunks;
+    for (KvGroup& group : groups_) {
+        const std::vector<int> of_group = group.pool.take_unpinned();
+        chunks.insert(chunks.end(), of_group.begin(), of_group.end());
+    }
+    return chunks;
+}
+
+void KvCache::evict_host() {
+    for (int g = 0; g < num_groups(); ++g)
+        for (BlockId b; (b = groups_[g].pool.oldest_cached(Place::kHost)) != kNone;) evict(g, b);
 }
 
 }  // namespace swiftkv

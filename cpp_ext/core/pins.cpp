@@ -14,7 +14,7 @@ bool Pins::contains(PinId id) const {
 PinOutcome Pins::add(PinId id, std::span<const BlockKey> keys, double max_share) {
     ensure(!contains(id), "a pin has a number of its own");
     Pin& pin = pins_.emplace_back(id, std::vector<BlockKey>(), cache_.make_table());
-    const int length = cache_.acquire_local_prefix(pin.table, keys);
+    const int length = cache_.acquire_attended_prefix(pin.table, keys);
     pin.keys.assign(keys.begin(), keys.begin() + length);
     count(pin, 1);
     const double share_with_it = share();
@@ -87,7 +87,7 @@ void Pins::check(std::vector<const BlockTable*>& tables, std::vector<const std::
         tables.push_back(&pin.table);
         keys.push_back(&pin.keys);
         check_that(cache_.is_indexed(pin.table), "a pinned block is in the prefix index");
-        check_that(cache_.borrowed_blocks(pin.table).empty(), "a pinned block is in the local pool");
+        check_that(cache_.blocks_in(Place::kPeer, pin.table).empty(), "no pinned block is borrowed");
         for (const BlockTable::Group& held : pin.table.groups)
             check_that(held.entries.size() == pin.keys.size(), "a pin holds one block for each key");
     }

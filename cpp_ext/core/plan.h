@@ -59,6 +59,7 @@ struct StepPlan {
     std::vector<int32_t> new_cached_tokens;        // [A] the number of prompt tokens found in the cache
     std::vector<int32_t> new_borrowed_starts;      // [A+1] into new_borrowed_blocks, where each request begins
     std::vector<int32_t> new_borrowed_blocks;      // indices of a prompt's blocks that were found in borrowed memory
+    std::vector<int32_t> new_host_starts, new_host_blocks;  // the same for host memory
     std::vector<double> new_arrivals_s;            // [A] times of arrival
     std::vector<RequestId> met_request_ids;        // [M] the requests of meetings
     std::vector<int32_t> met_blocks;               // [M, 2] `first` and `end` of each Meeting

@@ -16,10 +16,14 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
     plan->table_starts.assign(cache_.num_groups(), {0});
     for (const StepRow& row : rows) write_row(*plan, row);
     plan->new_borrowed_starts.push_back(0);
+    plan->new_host_starts.push_back(0);
+    const auto append = [](const std::vector<int32_t>& hits, std::vector<int32_t>& blocks, std::vector<int32_t>& starts) {
+        blocks.insert(blocks.end(), hits.begin(), hits.end());
+        starts.push_back(static_cast<int32_t>(blocks.size()));
+    };
     for (const Request* r : admitted) {
-        std::vector<int32_t>& borrowed = plan->new_borrowed_blocks;
-        borrowed.insert(borrowed.end(), r->borrowed_hits.begin(), r->borrowed_hits.end());
-        plan->new_borrowed_starts.push_back(static_cast<int32_t>(borrowed.size()));
+        append(r->borrowed_hits, plan->new_borrowed_blocks, plan->new_borrowed_starts);
+        append(r->host_hits, plan->new_host_blocks, plan->new_host_starts);
         plan->new_request_ids.push_back(r->id);
         plan->new_cached_tokens.push_back(r->num_cached);
         plan->new_arrivals_s.push_back(r->arrival_s);

@@ -56,6 +56,7 @@ struct Request {
     int num_computed = 0;       // tokens whose KV is in the blocks
     int num_cached = 0;         // prompt tokens that were found in the prefix cache at admission
     std::vector<int32_t> borrowed_hits = {};  // the blocks of `num_cached` that were found in borrowed memory
+    std::vector<int32_t> host_hits = {};      // those that were found in host memory
     int num_window_missed = 0;                // tokens known at admission after `num_cached`, useless without a tail
     int load_end = 0;  // the end, in blocks, of what storage loads for it before it begins; 0: nothing, or it has begun
     int back_end = 0;  // the end, in blocks, of the back that storage loads while the front is computed; 0: none

@@ -62,6 +62,14 @@ void check_group(const GroupSpec& spec, const std::string& name) {
             !__builtin_mul_overflow(layer_blocks, spec.layer_block_bytes, &pool_bytes) &&
             !__builtin_add_overflow(pool_bytes, spec.base_offset_bytes, &end),
         name + " needs layer_block_bytes and base_offset_bytes that are not negative, and an end that an int64 holds");
+    const HostChunks& host = spec.host;
+    int end_of_host = 0;
+    require(host.count >= 0 && (host.count == 0 || (host.first >= layer_blocks && host.stride >= spec.num_layers)),
+            name + " needs chunks of host memory that hold a block each and lie beyond its pool");
+    require(!__builtin_mul_overflow(host.stride, host.count, &end_of_host) &&
+                !__builtin_add_overflow(host.first, end_of_host, &end_of_host),
+            name + " has more layer blocks in host memory than an int32 can count");
+    require(host.count == 0 || spec.window == 0, name + " has a window, and is not attended in host memory");
 }
 
 void check_link(const Link& link, const std::vector<GroupSpec>& groups) {

@@ -14,6 +14,12 @@ std::span<const BlockKey> matchable(const Request& r, int block_size) {
     return std::span(r.keys).first(r.skip_prefix_match ? 0 : r.max_match_blocks(block_size));
 }
 
+void check_has_cells(const char* name, size_t num_cells, size_t num_keys, int num_groups) {
+    if (num_cells != num_keys * num_groups)
+        throw std::invalid_argument(std::string(name) + ": it has " + std::to_string(num_cells) + " values for " +
+                                    std::to_string(num_keys) + " keys of " + std::to_string(num_groups) + " groups");
+}
+
 void check_has_keys(int num_blocks, std::span<const BlockKey> keys) {
     if (num_blocks < 0 || num_blocks > std::ssize(keys))
         throw std::invalid_argument("num_blocks: the request has " + std::to_string(keys.size()) + " keys");
@@ -85,36 +91,45 @@ std::optional<double> Scheduler::evicted_age_s(const BlockKey& key) const {
     return cache_.evicted_age_s(key);
 }
 
-int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks) const {
+int Scheduler::loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks, PinnedChunks pinned) const {
     const std::lock_guard lock(mutex_);
     const Request* request = roster_.find(id);
     if (!request) return 0;
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
-    if (is_stored.size() != keys.size() * cache_.num_groups())
-        throw std::invalid_argument("is_stored: it has " + std::to_string(is_stored.size()) + " values for " +
-                                    std::to_string(keys.size()) + " keys of " + std::to_string(cache_.num_groups()) +
-                                    " groups");
-    const size_t num_blocks = std::min(cache_.local_room(keys), std::max(0, max_blocks));
+    check_has_cells("is_stored", is_stored.size(), keys.size(), cache_.num_groups());
+    check_pinned(pinned, keys.size());
+    const size_t num_blocks = std::min(cache_.local_room(keys, pinned), std::max(0, max_blocks));
     std::vector<uint8_t> is_there = cache_.residency(keys.first(num_blocks));
     for (size_t i = 0; i < is_there.size(); ++i) is_there[i] |= is_stored[i];
     return cache_.usable_length(is_there);
 }
 
-std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, int first) {
+// Throws std::invalid_argument unless each pinned chunk can hold a block of its group.
+void Scheduler::check_pinned(PinnedChunks pinned, size_t num_keys) const {
+    if (pinned.empty()) return;
+    check_has_cells("pinned", pinned.size(), num_keys, cache_.num_groups());
+    for (size_t cell = 0; cell < pinned.size(); ++cell) {
+        const int num_chunks = cache_.spec(static_cast<int>(cell % cache_.num_groups())).host.count;
+        if (pinned[cell] != kNone && (pinned[cell] < 0 || pinned[cell] >= num_chunks))
+            throw std::invalid_argument("pinned: host memory has no chunk " + std::to_string(pinned[cell]) +
+                                        " for this group");
+    }
+}
+
+std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, int first, PinnedChunks pinned) {
     const std::lock_guard lock(mutex_);
     Request* request = roster_.find(id);
     if (!request) return {};
     const std::span<const BlockKey> keys = matchable(*request, limits_.block_size);
     check_has_keys(num_blocks, keys);
+    check_pinned(pinned, keys.size());
     if (first < 0 || first > num_blocks) throw std::invalid_argument("first must be from 0 to num_blocks");
     if (is_step_copying()) return {};  // it still reads moved blocks from places that count as free already
     if (roster_.awaits_loads()) return {};
-    // Blocks that a step in progress copies may be cached already, and must not be evicted before it ends.
-    const bool may_evict = !cache_.can_borrow() || open_.empty();
     const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));
     const Spare spare{policy_.spare_blocks(roster_.running()), num_to_compute};
     std::vector<LoadingBlock> loading =
-        cache_.begin_load(keys.first(num_blocks), first, spare, may_evict, prefixes_brought_before(*request));
+        cache_.begin_load(keys.first(num_blocks), first, pinned, spare, may_evict(), prefixes_brought_before(*request));
     if (!loading.empty() && request->slot == kNone) {
         request->load_end = num_blocks;
         note_brought(*request);
@@ -142,6 +157,18 @@ std::vector<std::span<const BlockKey>> Scheduler::prefixes_brought_before(const 
         if (other != &request && other->priority <= request.priority && policy_.could_hold(*other))
             prefixes.push_back(std::span(other->keys).first(length_of(other)));
     return prefixes;
+}
+
+std::vector<int> Scheduler::take_unpinned() {
+    const std::lock_guard lock(mutex_);
+    return cache_.take_unpinned();
+}
+
+bool Scheduler::evict_host() {
+    const std::lock_guard lock(mutex_);
+    if (!may_evict()) return false;
+    cache_.evict_host();
+    return true;
 }
 
 void Scheduler::note_brought(Request& r) {

@@ -177,7 +177,8 @@ StepBuilder::CacheHit StepBuilder::look_up(Request& r) {
         ++num_matches_;
         num_keys_ += max_match;
     }
-    if (cache_.can_borrow()) hit.borrowed = cache_.borrowed_blocks(r.table);
+    if (cache_.can_borrow()) hit.borrowed = cache_.blocks_in(Place::kPeer, r.table);
+    if (cache_.can_attend_host()) hit.in_host = cache_.blocks_in(Place::kHost, r.table);
     return hit;
 }
 
@@ -218,6 +219,7 @@ void StepBuilder::begin(Request& r, CacheHit hit) {
         r.num_cached = r.num_computed;
         r.begun_s = now_s_;
         r.borrowed_hits = std::move(hit.borrowed);
+        r.host_hits = std::move(hit.in_host);
         r.num_window_missed = (hit.match.num_known - hit.match.length) * cache_.block_size();
         shares_.charge_prompt(r.flow, r.num_remaining());
         admitted_.push_back(&r);

@@ -90,7 +90,7 @@ class StepBuilder {
     // The part of a waiting request that the prefix cache has.
     struct CacheHit {
         PrefixMatch match{};
-        std::vector<int32_t> borrowed;  // the indices of the blocks that are borrowed
+        std::vector<int32_t> borrowed, in_host;  // the indices of the blocks that are borrowed, or lie in host memory
     };
     // The number of tokens that a waiting request would compute in this step, 0 if it has no slot, and whether it has
     // got its blocks.

@@ -13,8 +13,8 @@ namespace swiftkv {
 
 using TokenId = int32_t;
 using RequestId = uint64_t;
-// Local blocks have the ids from 0 to num_blocks - 1. The ids of blocks that can be borrowed follow, place by place,
-// link by link and extent by extent.
+// Local blocks have the ids from 0 to num_blocks - 1. The ids of blocks that can be borrowed follow, link by link and
+// extent by extent, and then those of the chunks of host memory.
 using BlockId = int32_t;
 using NodeId = int32_t;
 // Identifies a full block and everything before it: BLAKE3 of its tokens, keyed with the key of the block before.
@@ -62,6 +62,13 @@ enum class Worth : uint8_t {
 };
 inline constexpr int kNumWorths = 3;
 
+// The chunks of host memory in which a group's blocks can be attended, counted in layer blocks from the group's first
+// block in the pool on.
+struct HostChunks {
+    int first = 0, stride = 1;  // the first chunk, and the distance from one to the next
+    int count = 0;
+};
+
 struct GroupSpec {
     int num_layers;
     int num_blocks;
@@ -71,6 +78,7 @@ struct GroupSpec {
     // The number of the group's blocks that one extent holds, in a pool whose extents any group may take. 0: the group
     // has its blocks to itself.
     int blocks_per_extent = 0;
+    HostChunks host = {};
 };
 
 // The extents that one KV group of this engine may lend to a group of another engine, or borrow from it. If groups
@@ -81,16 +89,16 @@ struct Link {
     int blocks_per_extent;          // this engine's blocks
     int64_t extent_bytes = 0;       // for a borrower: the pitch of extents in the lender's pool
     int64_t base_offset_bytes = 0;  // for a borrower: the offset of extent 0 in the lender's pool
-    Place place = Place::kPeer;     // for a borrower: the place to which the extents belong
 };
 
-// The number of local blocks in each state, `total` together, and of borrowed blocks.
+// The number of local blocks in each state, `total` together, of borrowed blocks, and of blocks in host memory.
 struct GroupStats {
     int free, used, cached, lent, in_flight, staging, loading;
     int elsewhere;  // in extents that other groups have, or no group
     int total;
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
     int staging_layer_blocks;  // the layer blocks in which borrowed blocks can be staged
+    int host_used, host_cached, host_in_flight, host_loading;
     int pinned = 0;            // the used blocks that pins hold
 };
 
