@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from swiftkv._host import MAX_MEMBERS
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import ConfigError
 from swiftkv.machine_memory import allowed_memory_bytes
 from swiftkv.models.quantization import OWN_FILES
-from swiftkv.planning.models import ModelPlan, SizedPlan
-from swiftkv.storage.host_medium import chunk_bytes_for, make_host_memory
+from swiftkv.planning.models import ModelPlan, SizedPlan, host_chunk_bytes
+from swiftkv.storage.host_medium import HostMedium, make_host_memory
 from swiftkv.units import format_size
 
 _LARGEST_PART = 0.8
+_LOCK_PATIENCE_S = 0.1
 
 
 def check_memory(plans: Sequence[ModelPlan]) -> None:
@@ -52,7 +56,26 @@ def _on_host(plans: Sequence[ModelPlan]) -> list[SizedPlan]:
 class _Memory:
     fd: int
     nbytes: int
-    models: set[str] = field(default_factory=set)
+    members: dict[str, int] = field(default_factory=dict)  # the number of each model that uses the memory
+
+    def admit(self, name: str) -> int:
+        """Return a model's number, the lowest that is free unless it has one. Raises `ConfigError` if none is."""
+        if name not in self.members:
+            free = set(range(MAX_MEMBERS)) - set(self.members.values())
+            if not free:
+                raise ConfigError(
+                    f"tiers.host: {name}: {MAX_MEMBERS} models with these files share host memory, and no more can; "
+                    "remove one of them, or tiers.host of this one"
+                )
+            self.members[name] = min(free)
+        return self.members[name]
+
+    def dismiss(self, name: str) -> None:
+        """Take a model's number back, and what its engine, which has ended, left behind."""
+        member = self.members.pop(name, None)
+        if member is not None and self.members:
+            with suppress(OSError):  # then the next engine with this number does it when it starts
+                HostMedium.of(self.fd).release_member(member, time.monotonic() + _LOCK_PATIENCE_S)
 
 
 class HostTiers:
@@ -95,13 +118,13 @@ class HostTiers:
 
     def _without_memory(self, plans: Sequence[ModelPlan]) -> list[ModelPlan]:
         """Return the plans that need memory and have none yet. The files of the others may have been replaced."""
-        have_some = {name for memory in self._memories.values() for name in memory.models}
+        have_some = {name for memory in self._memories.values() for name in memory.members}
         return [plan for plan in plans if plan.host_bytes and plan.name not in have_some]
 
     def equip(self, plan: ModelPlan, engine: EngineConfig, plans: Sequence[ModelPlan]) -> EngineConfig:
         """Return an engine's configuration with its host memory, if it has any. `plans` are those of all models.
 
-        Raises `ConfigError` if the memory cannot be allocated.
+        Raises `ConfigError` if the memory cannot be allocated, or too many models share it.
         """
         if plan.host_bytes is None:
             return engine
@@ -112,20 +135,21 @@ class HostTiers:
             num_bytes = sum(sharer.host_bytes or 0 for sharer in sharers)
             self._memories[weights] = _Memory(_make_memory(plan, sharers, num_bytes), num_bytes)
         memory = self._memories[weights]
-        memory.models.add(plan.name)
-        return msgspec.structs.replace(engine, storage=msgspec.structs.replace(engine.storage, host_fd=memory.fd))
+        member = memory.admit(plan.name)
+        storage = msgspec.structs.replace(engine.storage, host_fd=memory.fd, host_member=member)
+        return msgspec.structs.replace(engine, storage=storage)
 
     def release(self, name: str) -> None:
         """Note that a model is gone; free a memory whose last model this was."""
         for weights, memory in list(self._memories.items()):
-            memory.models.discard(name)
-            if not memory.models:
+            memory.dismiss(name)
+            if not memory.members:
                 os.close(memory.fd)
                 del self._memories[weights]
 
 
 def _make_memory(plan: ModelPlan, sharers: Sequence[ModelPlan], num_bytes: int) -> int:
-    chunk_bytes = chunk_bytes_for(group.block_bytes for sharer in sharers for group in sharer.groups)
+    chunk_bytes = host_chunk_bytes([group for sharer in sharers for group in sharer.groups])
     try:
         return make_host_memory(num_bytes, chunk_bytes)
     except ValueError:

@@ -94,9 +94,9 @@ class HostTier:
         group = KVGroup(tuple(range(32)), num_kv_heads=1, head_dim=layer_bytes // 64, dtype="bfloat16", block_size=16)
         assert group.block_bytes == one.block_bytes, (group.block_bytes, one.block_bytes)
         keys = ObjectKeys([group], "weights", "triton")
-        fd = make_host_memory(2 * one.num_bytes + (16 << 20), chunk_bytes_for([one.block_bytes]))
+        fd = make_host_memory(2 * one.num_bytes + (16 << 20), chunk_bytes_for([group.block_bytes], []))
         try:
-            backend = SealedBackend(GuardedMedium(HostMedium(fd), Breaker()), keys.fingerprint)
+            backend = SealedBackend(GuardedMedium(HostMedium.of(fd), Breaker()), keys.fingerprint)
         finally:
             os.close(fd)
         self._stored = StoredBlocks(Levels([Level("host", backend)]), keys)

@@ -2,6 +2,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -64,9 +66,10 @@ std::vector<HostKey> to_keys(const nb::sequence& objects) {
 // The objects in a mapping; keeps the mapping alive.
 class Mapped {
   public:
-    explicit Mapped(nb::handle memory) : buffer_(memory, true), memory_(buffer_.bytes()) {}
+    Mapped(nb::handle memory, uint32_t member) : buffer_(memory, true), memory_(buffer_.bytes(), member) {}
 
     HostMemory& operator*() { return memory_; }
+    HostMemory* operator->() { return &memory_; }
 
   private:
     Buffer buffer_;
@@ -100,10 +103,15 @@ NB_MODULE(_host, m) {
             HostMemory::format(buffer.bytes(), chunk_bytes);
         },
         "memory"_a, "chunk_bytes"_a);
-    m.def("num_chunks", &HostMemory::num_chunks, "num_bytes"_a, "chunk_bytes"_a);
+    m.attr("MAX_MEMBERS") = HostMemory::kMaxMembers;
+    m.def("num_chunks", nb::overload_cast<uint64_t, uint32_t>(&HostMemory::num_chunks), "num_bytes"_a, "chunk_bytes"_a);
     nb::class_<Mapped>(m, "HostMemory")
         .def(
-            "__init__", [](Mapped* self, nb::handle memory) { new (self) Mapped(memory); }, "memory"_a)
+            "__init__", [](Mapped* self, nb::handle memory, uint32_t member) { new (self) Mapped(memory, member); },
+            "memory"_a, "member"_a = 0)
+        .def_prop_ro("chunk_bytes", [](Mapped& self) { return self->chunk_bytes(); })
+        .def_prop_ro("chunks_offset_bytes", [](Mapped& self) { return self->chunks_offset_bytes(); })
+        .def_prop_ro("num_chunks", [](Mapped& self) { return self->num_chunks(); })
         .def(
             "exists",
             [](Mapped& self, const nb::sequence& keys, double deadline_s) {
@@ -150,5 +158,43 @@ NB_MODULE(_host, m) {
                 }
                 return nb::make_tuple(usage.num_objects, usage.num_bytes, usage.bound_bytes, usage.num_repairs);
             },
-            "deadline_s"_a);
+            "deadline_s"_a)
+        .def(
+            "pin",
+            [](Mapped& self, const nb::sequence& keys, uint64_t num_bytes, double deadline_s) {
+                const std::vector<HostKey> named = to_keys(keys);
+                const nb::gil_scoped_release released;
+                return self->pin(named, num_bytes, deadline_s);
+            },
+            "keys"_a, "num_bytes"_a, "deadline_s"_a)
+        // These keep the GIL: they take less time than a thread may have to wait to get it back.
+        .def(
+            "unpin", [](Mapped& self, const std::vector<uint32_t>& chunks) { self->unpin(chunks); }, "chunks"_a)
+        .def(
+            "headers",
+            [](Mapped& self, const std::vector<uint32_t>& chunks) {
+                nb::list found;
+                for (const std::optional<std::span<const std::byte>>& header : self->headers(chunks)) {
+                    if (header)
+                        found.append(nb::bytes(header->data(), header->size()));
+                    else
+                        found.append(nb::none());
+                }
+                return found;
+            },
+            "chunks"_a)
+        .def(
+            "note_verified", [](Mapped& self, const std::vector<uint32_t>& chunks) { self->note_verified(chunks); },
+            "chunks"_a)
+        .def(
+            "pinned_by", [](Mapped& self, const std::vector<uint32_t>& chunks) { return self->pinned_by(chunks); },
+            "chunks"_a)
+        .def("num_wanted", [](Mapped& self) { return self->num_wanted(); })
+        .def(
+            "release_member",
+            [](Mapped& self, uint32_t member, double deadline_s) { self->release_member(member, deadline_s); },
+            "member"_a, "deadline_s"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def(
+            "check_invariants", [](Mapped& self, double deadline_s) { self->check_invariants(deadline_s); },
+            "deadline_s"_a, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swiftkv._core import Scheduler
+from swiftkv._host import LockTimeout
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
@@ -35,6 +36,7 @@ from swiftkv.tier.stored_blocks import HOST_TIER, BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer, queue_memory
 
 _CLOSE_PATIENCE_S = 2.0  # the longest wait for a thread to write its queue, or to return from a call
+_LOCK_PATIENCE_S = 1.0
 _NEWS_INTERVAL_S = 0.1
 _TRIAL_INTERVAL_S = 1.0
 
@@ -349,8 +351,7 @@ def open_storage(
     elif host is not None:
         levels.append(Level(HOST_TIER, SealedBackend(host.guarded, keys.fingerprint)))
     else:
-        medium = HostMedium(spec.host_fd)
-        medium.fill_ahead()
+        medium = _begin(HostMedium.of(spec.host_fd, spec.host_member), spec.host_member)
         levels.append(Level(HOST_TIER, SealedBackend(GuardedMedium(medium, Breaker()), keys.fingerprint)))
     if spec.backend is not None:
         options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))
@@ -367,9 +368,15 @@ def open_host_pins(runner: ModelRunner, spec: TierSpec | None) -> HostPins | Non
     blocks, memory = runner.pool.host_blocks, runner.pool.host_memory
     if blocks is None or memory is None or spec is None:
         return None
-    medium = HostMedium(memory, spec.host_member)
-    _begin_with(medium, spec)
-    return HostPins(medium, blocks.group)
+    return HostPins(_begin(HostMedium(memory, spec.host_member), spec.host_member), blocks.group)
+
+
+def _begin(medium: HostMedium, member: int) -> HostMedium:
+    """Have the kernel back host memory, and take away what an earlier process of this engine left behind in it."""
+    with suppress(LockTimeout):  # the first call that gets the lock does it then
+        medium.release_member(member, time.monotonic() + _LOCK_PATIENCE_S)
+    medium.fill_ahead()
+    return medium
 
 
 def _level_stats(level: Level, hit_tokens: int) -> LevelStats:

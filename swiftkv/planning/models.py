@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
@@ -20,6 +21,12 @@ from swiftkv.storage.host_medium import chunk_bytes_for, host_tokens
 from swiftkv.storage_options import FileOptions, StorageOptions, parse_storage
 from swiftkv.tier_config import DEFAULT_QUEUE_BYTES, HostConfig
 from swiftkv.units import DeviceShare, PoolBytes, PoolMemory, format_size
+
+
+def host_chunk_bytes(groups: Collection[KVGroup]) -> int:
+    """Return the size of the chunks of host memory for the blocks of these groups, which may be of several models."""
+    of_windows = [group.block_bytes for group in groups if group.kind == "window"]
+    return chunk_bytes_for([group.block_bytes for group in groups if group.kind != "window"], of_windows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +112,7 @@ class ModelPlan:
         if self.host_bytes is None:
             return None
         block_bytes = [group.block_bytes for group in self.groups] * self.tensor_parallel_size
-        return host_tokens(self.host_bytes, chunk_bytes_for(block_bytes), block_bytes, self.block_size)
+        return host_tokens(self.host_bytes, host_chunk_bytes(self.groups), block_bytes, self.block_size)
 
     @property
     def page_locked_bytes(self) -> int:

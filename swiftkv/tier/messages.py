@@ -21,6 +21,7 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: dict[str, Any] | None  # the options of storage, as `storage_options.parse_storage` takes them
     directory: str  # the directory to which paths in these options are relative
     host_fd: int | None = None  # the descriptor of host memory, inherited; see `storage.host_medium.HostMedium`
+    host_member: int = 0  # the engine's number among those that use this memory at the same time
     write_policy: WritePolicy = "write_through"
     prefetch_policy: PrefetchPolicy = "timeout"
     prefetch_threshold: int = 256  # the fewest tokens to load; fewer are computed

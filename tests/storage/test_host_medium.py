@@ -31,7 +31,7 @@ _SMALL = 100
 
 def medium_of(memory: dict[str, object]) -> HostMedium:
     fd = os.open(str(memory["file"]), os.O_RDWR)
-    medium = HostMedium(fd)
+    medium = HostMedium.of(fd)
     os.close(fd)
     return medium
 
@@ -191,7 +191,7 @@ def test_memory_that_was_not_laid_out_is_refused() -> None:
     fd = os.memfd_create("plain")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(ValueError, match="not laid out"):
-        HostMedium(fd)
+        HostMedium.of(fd)
     os.close(fd)
     with pytest.raises(ValueError, match="not one chunk"):
         make_host_memory(4096, 4096)
@@ -225,7 +225,7 @@ def test_as_many_blocks_fit_as_the_plan_says(block_bytes: list[int]) -> None:
 
 def test_all_of_it_is_made_ahead_and_what_was_written_stays() -> None:
     fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
-    medium = HostMedium(fd)
+    medium = HostMedium.of(fd)
     keys, block = [key_of(n) for n in range(9)], memoryview(random.Random(0).randbytes(64 << 10))
     header = memoryview(bytes(HEADER_BYTES))
     assert set(medium.write(keys, [(header, block)] * len(keys), soon())) == {Status.OK}
@@ -240,7 +240,7 @@ def test_all_of_it_is_made_ahead_and_what_was_written_stays() -> None:
 
 def test_mapping_ahead_ends_with_the_medium() -> None:
     fd = make_host_memory(MEMORY_BYTES, CHUNK_BYTES)
-    medium = HostMedium(fd)
+    medium = HostMedium.of(fd)
     thread = medium.fill_ahead()
     os.close(fd)
     del medium

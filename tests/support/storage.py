@@ -66,7 +66,7 @@ def open_host(file: str, fingerprint: bytes = FINGERPRINT) -> SealedBackend:
     """Attach to host memory as an engine does."""
     fd = os.open(file, os.O_RDWR)
     try:
-        return SealedBackend(GuardedMedium(HostMedium(fd), Breaker()), fingerprint)
+        return SealedBackend(GuardedMedium(HostMedium.of(fd), Breaker()), fingerprint)
     finally:
         os.close(fd)
 
