@@ -16,6 +16,7 @@ from swiftkv.engine.messages import AttachStorage, DetachStorage, EngineConfig, 
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_host_pins, open_storage
 from swiftkv.errors import SwiftkvError
+from swiftkv.models.batch import Int32Array
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.wakeup import Wakeup
 
@@ -101,8 +102,8 @@ class AttachableTier(Tier):
     def why_less(self, request_id: int) -> LoadStop | None:
         return self._tier.why_less(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
-        return self._tier.admitted(request_id, cached_tokens)
+    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
+        return self._tier.admitted(request_id, cached_tokens, host_blocks)
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         return self._tier.met(request_id, first, end)

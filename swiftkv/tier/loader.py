@@ -199,11 +199,11 @@ class Loader:
         """Return which of the blocks are there, and pin those that can be attended to in host memory."""
         found = np.zeros(len(names), np.bool_)
         if search.pins is not None:
-            wanted = np.flatnonzero(search.cells % search.num_groups == search.pins.group)
+            wanted = np.flatnonzero(search.cells % search.num_groups == search.pins.group).tolist()
             found[wanted] = self._stored.pin(
                 search.pins, search.cells[wanted], [names[i] for i in wanted], search.deadline_s
             )
-        others = np.flatnonzero(~found)
+        others = np.flatnonzero(~found).tolist()
         found[others] = self._stored.exists([names[i] for i in others], search.deadline_s)
         return found
 
