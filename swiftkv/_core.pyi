@@ -666,8 +666,8 @@ class Scheduler:
         Other cached blocks are evicted for them. Room is left for the blocks before `first`, which are computed.
         Requests that would find the new blocks wait for them.
 
-        A block whose chunk of host memory is `pinned`, as in `loadable`, is attended there. The scheduler takes over the
-        pin, and gives it back through `take_unpinned`. It may leave a pin alone and take a block of the pool instead.
+        A block whose chunk of host memory is `pinned`, as in `loadable`, is attended there. The scheduler takes over
+        the pin, and gives it back through `take_unpinned`. It may leave a pin alone, and take a block of the pool.
 
         Return for each block the index of its key, its group, its number, and the offset of its bytes from the
         beginning of the pool: for a block in host memory it is no less than the pool's size.
@@ -730,7 +730,7 @@ class Scheduler:
         """
 
     def pin(self, pin_id: int, keys: bytes, max_share: float) -> tuple[int, float, bool]:
-        """Keep the longest usable prefix of `keys` that lies in the local pool, until `unpin`.
+        """Keep the longest usable prefix of `keys` in the local pool and in host memory, until `unpin`.
 
         Return its length in blocks, the share of the pool that all pins then take, and whether it is kept: it is not if
         the length is 0 or the share exceeds `max_share`. A pin gives way to a request that could otherwise not run even

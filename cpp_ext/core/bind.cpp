@@ -199,8 +199,7 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "__init__",
             [](GroupSpec* self, int num_layers, int num_blocks, int window, int64_t layer_block_bytes,
-               int64_t base_offset_bytes, int blocks_per_extent, int host_first, int host_stride,
-               int num_host_blocks) {
+               int64_t base_offset_bytes, int blocks_per_extent, int host_first, int host_stride, int num_host_blocks) {
                 new (self) GroupSpec{num_layers,
                                      num_blocks,
                                      window,

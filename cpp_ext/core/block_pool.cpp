@@ -209,21 +209,6 @@ BlockId BlockPool::oldest_cached(Place where) const {
     return records_[end].newer;
 }
 
-BlockId BlockPool::oldest_cached_below(Place where) const {
-    BlockId oldest = kNone;
-    for (int place = static_cast<int>(where) + 1; place < kNumPlaces; ++place) {
-        if (!kPlaces[place].is_allocated) continue;
-        const BlockId cached = oldest_cached(static_cast<Place>(place));
-        if (cached == kNone) continue;
-        const auto is_older = [&](BlockId a, BlockId b) {
-            if (worth(a) != worth(b)) return worth(a) < worth(b);
-            return static_cast<int32_t>(records_[a].cached_at - records_[b].cached_at) < 0;
-        };
-        if (oldest == kNone || is_older(cached, oldest)) oldest = cached;
-    }
-    return oldest;
-}
-
 void BlockPool::link_newest(BlockId block) {
     records_[block].cached_at = tenancy_.house ? tenancy_.house->tick() : ++num_cachings_;
     link_before(sentinel(place(block), records_[block].worth), block);

@@ -64,27 +64,6 @@ class BlockPool {
     // A counter that grows whenever a block changes its state, or an extent ceases to be held or kept.
     int64_t num_moves() const { return num_moves_; }
 
-    // The number of blocks in a state, over all places whose blocks are staged.
-    int count_staged(BlockState state) const {
-        int count = 0;
-        for (int place = 0; place < kNumPlaces; ++place)
-            if (kPlaces[place].is_staged) count += counts_[place][static_cast<int>(state)];
-        return count;
-    }
-    // The number of blocks available in the places further down; num_free_below() counts only the free ones.
-    int available_below(Place place) const {
-        int count = num_free_below(place);
-        for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
-            if (kPlaces[below].is_allocated) count += num_cached(static_cast<Place>(below));
-        return count;
-    }
-    int num_free_below(Place place) const {
-        int count = 0;
-        for (int below = static_cast<int>(place) + 1; below < kNumPlaces; ++below)
-            count += num_free(static_cast<Place>(below));
-        return count;
-    }
-
     // Takes the lowest free block for one holder and returns it; kNone if no block is free.
     BlockId take(Place place);
     BlockId take(BlockId free);
@@ -123,8 +102,6 @@ class BlockPool {
 
     // Returns the least recently used of the cached blocks that are worth least; kNone if none is cached.
     BlockId oldest_cached(Place place) const;
-    // Returns the same for all places further down together in which blocks are allocated.
-    BlockId oldest_cached_below(Place place) const;
     // Calls visit(block) for cached blocks, those in the place furthest down first, each place in its order of
     // eviction, until visit() returns false.
     template <class Visit>
@@ -138,15 +115,14 @@ class BlockPool {
         }
     }
 
-    // Looks at the first `most` cached blocks in the same order, without those in host memory, and calls see(block) for
-    // those that it has not seen since they were cached. Ends when see() returns false; that block does not count as
-    // seen.
+    // Looks at the first `most` cached blocks in the same order, first borrowed and then local ones, and calls
+    // see(block) for those that it has not seen since they were cached. Ends when see() returns false; that block does
+    // not count as seen.
     template <class See>
     void see_next(int most, See&& see) {
-        for (int place = kNumPlaces - 1; place >= 0; --place) {
-            if (!kPlaces[place].is_allocated) continue;
+        for (const Place place : {Place::kPeer, Place::kLocal}) {
             for (int worth = 0; worth < kNumWorths && most > 0; ++worth) {
-                CachedList& list = list_of(sentinel(static_cast<Place>(place), static_cast<Worth>(worth)));
+                CachedList& list = list_of(sentinel(place, static_cast<Worth>(worth)));
                 while (list.num_seen < std::min(most, list.size)) {
                     const BlockId block = records_[list.last_seen].newer;
                     if (!see(block)) return;

@@ -104,7 +104,7 @@ int Division::staging_target(int g) const {
     }
     // Keeps room for the used blocks that are staged, even if fewer blocks are borrowed now.
     const int size = pool.house_extent_blocks();
-    const int used = ceil_div(pool.count_staged(BlockState::kUsed), size * group.spec.num_layers);
+    const int used = ceil_div(pool.count(Place::kPeer, BlockState::kUsed), size * group.spec.num_layers);
     return std::max(staging_extents_of(g), std::min(used, static_cast<int>(group.staging.size()) / size)) * size;
 }
 

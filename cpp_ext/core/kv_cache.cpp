@@ -206,7 +206,7 @@ bool KvCache::extend(BlockTable& table, int chunk_end, int prompt_end, Spare spa
         };
         // Takes borrowed blocks first: cached blocks that move out of the local pool would take them.
         const int num_local = std::min(needed, groups_[g].pool.available(Place::kLocal));
-        for (int i = num_local; i < needed; ++i) put(i, take_below(g, Place::kLocal));
+        for (int i = num_local; i < needed; ++i) put(i, take_peer(g));
         for (int i = 0; i < num_local; ++i) put(i, take_local(g));
     }
     return true;
@@ -227,33 +227,29 @@ BlockId KvCache::take_local(int g) {
     return make_local_room(g) ? groups_[g].pool.take(Place::kLocal) : kNone;
 }
 
-// Takes a free block in the nearest place below `where`, or else evicts the least recently used block further down.
-BlockId KvCache::take_below(int g, Place where) {
+// Takes a free borrowed block, or else evicts the least recently used one.
+BlockId KvCache::take_peer(int g) {
     BlockPool& pool = groups_[g].pool;
-    if (pool.available_below(where) == 0) return kNone;
-    for (int place = static_cast<int>(where) + 1; place < kNumPlaces; ++place)
-        if (pool.num_free(static_cast<Place>(place)) > 0) return pool.take(static_cast<Place>(place));
-    const BlockId cached = pool.oldest_cached_below(where);
-    const Place freed = pool.place(cached);
-    evict(g, cached);
-    return pool.take(freed);
+    if (pool.available(Place::kPeer) == 0) return kNone;
+    if (pool.num_free(Place::kPeer) == 0) evict(g, pool.oldest_cached(Place::kPeer));
+    return pool.take(Place::kPeer);
 }
 
-// Whether a cached local block may take a block further down: a free one, or one that is worth no more.
-bool KvCache::is_wanted_below(int g, BlockId cached) const {
+// Whether a cached local block may take a borrowed one: a free one, or one that is worth no more.
+bool KvCache::is_wanted_by_peers(int g, BlockId cached) const {
     const BlockPool& pool = groups_[g].pool;
     if (groups_[g].spec.window == 0) return true;
     if (pool.worth(cached) == Worth::kNone) return false;
-    const BlockId oldest = pool.oldest_cached_below(Place::kLocal);
-    const bool has_free = oldest == kNone || pool.num_free_below(Place::kLocal) > 0;
+    const BlockId oldest = pool.oldest_cached(Place::kPeer);
+    const bool has_free = oldest == kNone || pool.num_free(Place::kPeer) > 0;
     return has_free || pool.worth(oldest) <= pool.worth(cached);
 }
 
-// Moves a cached local block to a place further down, where less recently used blocks make room for it. Forgets it if
-// there is no such place, or no boundary needs it.
+// Moves a cached local block to a peer, where less recently used blocks make room for it. Forgets it if nothing is
+// borrowed, or no boundary needs it.
 void KvCache::demote(int g, BlockId cached) {
     KvGroup& group = groups_[g];
-    const BlockId to = is_wanted_below(g, cached) ? take_below(g, Place::kLocal) : kNone;
+    const BlockId to = is_wanted_by_peers(g, cached) ? take_peer(g) : kNone;
     if (to == kNone) {
         evict(g, cached);
         return;
@@ -283,7 +279,7 @@ bool KvCache::is_moving_across(int g, BlockId block) const {
 template <class MayGoOn>
 void KvCache::promote_while(BlockTable& table, int g, int& max_blocks, MayGoOn&& may_go_on) {
     BlockPool& pool = groups_[g].pool;
-    if (pool.count_staged(BlockState::kUsed) == 0) return;
+    if (pool.count(Place::kPeer, BlockState::kUsed) == 0) return;
     for (int32_t& entry : table.groups[g].entries) {
         if (max_blocks == 0 || !may_go_on()) break;
         if (!is_staged(entry)) continue;
@@ -376,7 +372,7 @@ std::vector<GroupStats> KvCache::stats() const {
     std::vector<GroupStats> stats;
     for (int g = 0; g < num_groups(); ++g) {
         const auto local = [&](BlockState state) { return groups_[g].pool.count(Place::kLocal, state); };
-        const auto borrowed = [&](BlockState state) { return groups_[g].pool.count_staged(state); };
+        const auto borrowed = [&](BlockState state) { return groups_[g].pool.count(Place::kPeer, state); };
         const auto in_host = [&](BlockState state) { return groups_[g].pool.count(Place::kHost, state); };
         stats.push_back({.free = local(BlockState::kFree),
                          .used = local(BlockState::kUsed),

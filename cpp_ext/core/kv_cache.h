@@ -109,7 +109,7 @@ struct Spare {
 
 // The number of blocks that are about to be taken, per group.
 struct Portions {
-    std::vector<int> local, staged;  // taken in the pool, and further down
+    std::vector<int> local, staged;  // taken in the pool, and from peers
     std::vector<int> wanted;         // `local`, and the local blocks that must stay available beside them
 };
 
@@ -379,8 +379,8 @@ class KvCache {
     // All of these return kNone, or false, with nothing changed, if there is no room.
     bool make_local_room(int group);
     BlockId take_local(int group);
-    BlockId take_below(int group, Place place);
-    bool is_wanted_below(int group, BlockId cached) const;
+    BlockId take_peer(int group);
+    bool is_wanted_by_peers(int group, BlockId cached) const;
     void demote(int group, BlockId cached);
     bool is_moving_across(int group, BlockId block) const;
     BlockId move_in(int group, BlockId borrowed);
@@ -424,7 +424,7 @@ class KvCache {
     int64_t num_moves() const;
     void load_into(LoadingBlock& load, const BlockKey& key, std::vector<int>& wanted);
     int64_t attended_offset_bytes(int group, BlockId attended) const;
-    bool is_attended(int group, BlockId block) const { return traits(groups_[group].pool.place(block)).is_attended; }
+    bool is_attended(int group, BlockId block) const { return groups_[group].pool.place(block) != Place::kPeer; }
     BlockId block_of(int group, int32_t entry) const {
         if (is_staged(entry)) return staged_place(entry);
         const KvGroup& held = groups_[group];

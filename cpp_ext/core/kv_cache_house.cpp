@@ -31,7 +31,7 @@ Portions KvCache::portions(std::span<const int> needed, Spare spare) const {
     return found;
 }
 
-// Adds the needed blocks to a table. Takes those further down first: cached blocks that leave the pool would take them.
+// Adds the needed blocks to a table. Takes borrowed ones first: cached blocks that leave the pool would take them.
 void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Spare spare) {
     Portions taken = portions(needed, spare);
     const auto put = [&](int g, BlockId block) {
@@ -40,7 +40,7 @@ void KvCache::extend_in_house(BlockTable& table, std::span<const int> needed, Sp
     };
     std::vector<std::vector<BlockId>> below(groups_.size());
     for (int g = 0; g < num_groups(); ++g)
-        for (int i = 0; i < taken.staged[g]; ++i) below[g].push_back(take_below(g, Place::kLocal));
+        for (int i = 0; i < taken.staged[g]; ++i) below[g].push_back(take_peer(g));
     // Blocks in use that cannot be staged move in next: a block taken before them could keep extents from them.
     std::vector<int> entered = taken.local;
     for (int g = 0; g < num_groups(); ++g) entered[g] += overdraft(g);

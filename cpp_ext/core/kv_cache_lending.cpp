@@ -125,7 +125,7 @@ std::optional<Portions> KvCache::portions_of_drain(std::span<const std::vector<B
         if (is_shared && division_.fits(room.local, Means::kEviction)) break;
         const BlockPool& pool = groups_[g].pool;
         const int num_used = room.local[g];
-        const int elsewhere = std::min(num_unstaged(g) + num_used, pool.available_below(Place::kLocal));
+        const int elsewhere = std::min(num_unstaged(g) + num_used, pool.available(Place::kPeer));
         if (!is_shared && num_used > pool.available(Place::kLocal) + elsewhere) return {};
         room.staged[g] =
             is_shared ? std::clamp(elsewhere, 0, num_used) : std::max(0, num_used - pool.available(Place::kLocal));
@@ -167,7 +167,7 @@ void KvCache::drain_used(int g, const std::vector<BlockId>& used, int num_across
 // Moves a used block from one extent to another, through the layer-stream cache, as if the step had written it.
 BlockId KvCache::move_across(int g, BlockId block) {
     KvGroup& group = groups_[g];
-    const BlockId to = take_below(g, Place::kLocal);
+    const BlockId to = take_peer(g);
     if (to == kNone) return kNone;
     if (const NodeId node = group.pool.node(block); node != kNone) point_to(node, g, to);
     group.pool.replace(block, to);
@@ -204,7 +204,7 @@ std::vector<std::pair<int, BlockId>> KvCache::arrivals(const BlockTable& table, 
     std::vector<std::pair<int, BlockId>> arrivals;
     for (int g = 0; g < num_groups(); ++g) {
         const KvGroup& group = groups_[g];
-        if (group.moves_in.empty() && group.pool.count_staged(BlockState::kUsed) == 0) continue;
+        if (group.moves_in.empty() && group.pool.count(Place::kPeer, BlockState::kUsed) == 0) continue;
         for (int i = table.groups[g].first; i < num_blocks; ++i) {
             const BlockId block = block_of(g, table.groups[g].entries[i]);
             if (!is_attended(g, block) || group.pool.is_moving(block)) arrivals.emplace_back(g, block);

@@ -32,7 +32,7 @@ std::vector<int> KvCache::missing_blocks(const BlockTable& table, int chunk_end,
     return needed;
 }
 
-// Returns the number of local blocks that a group wants if `staged` of the `needed` ones lie further down. Spare blocks
+// Returns the number of local blocks that a group wants if `staged` of the `needed` ones are borrowed. Spare blocks
 // that could be staged need not stay available here.
 int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) const {
     const int over = overdraft(g, gain);
@@ -40,7 +40,7 @@ int KvCache::wanted_of(int g, int needed, int spare, int staged, Gain gain) cons
     return needed - staged + over + std::max(0, spare - (available_staged(g, gain) - staged));
 }
 
-// Returns the fewest local blocks that a group wants: as many as possible lie further down.
+// Returns the fewest local blocks that a group wants: as many as possible are borrowed.
 int KvCache::fewest_wanted(int g, int needed, int spare, Gain gain) const {
     if (needed == 0 && overdraft(g, gain) == 0) return 0;
     return wanted_of(g, needed, spare, std::min(needed, available_staged(g, gain)), gain);
@@ -185,14 +185,14 @@ int KvCache::available(int g) const {
     return groups_[g].pool.available(Place::kLocal) + available_staged(g, {});
 }
 
-// Returns the number of available blocks further down that could be staged: others are of no use.
+// Returns the number of available borrowed blocks that could be staged: others are of no use.
 int KvCache::available_staged(int g, Gain gain) const {
-    const int below = groups_[g].pool.available_below(Place::kLocal) + gain.staged;
+    const int below = groups_[g].pool.available(Place::kPeer) + gain.staged;
     return std::clamp(num_unstaged(g) + gain.staged, 0, below);
 }
 
 int KvCache::num_unstaged(int g) const {
-    return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);
+    return num_staging_layer_blocks(g) - groups_[g].pool.count(Place::kPeer, BlockState::kUsed);
 }
 
 // Returns the number of borrowed blocks in use that cannot be staged and must move to the pool.

@@ -90,7 +90,7 @@ bool KvCache::stage_extent(int g) {
 }
 
 // Returns an extent of the group whose blocks are all free: one that had no owner, or the extent that is worth least.
-// If that was the group's own, its blocks move further down: each layer is copied before the group writes there.
+// If that was the group's own, its blocks move to peers: each layer is copied before the group writes there.
 ExtentId KvCache::empty_for_staging(int g) {
     BlockPool& pool = groups_[g].pool;
     House& house = *division_.house();

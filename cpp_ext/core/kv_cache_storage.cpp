@@ -60,7 +60,7 @@ void KvCache::offer_next_to_go(int max_blocks) {
 // is < 0.
 int KvCache::num_near_eviction(int g) const {
     const BlockPool& pool = groups_[g].pool;
-    const int num_free = pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal) + division_.unclaimed(g);
+    const int num_free = pool.num_free(Place::kLocal) + pool.num_free(Place::kPeer) + division_.unclaimed(g);
     return (num_home_blocks(g) + pool.num_held()) / kNumPartsOfPool - num_free;
 }
 

@@ -55,18 +55,18 @@ struct StepPlan {
     bool has_unknown_tokens = false;
     int num_prompt_tokens = 0;
     StepWork work;
-    std::vector<RequestId> new_request_ids;        // [A] admitted for the first time
-    std::vector<int32_t> new_cached_tokens;        // [A] the number of prompt tokens found in the cache
-    std::vector<int32_t> new_borrowed_starts;      // [A+1] into new_borrowed_blocks, where each request begins
-    std::vector<int32_t> new_borrowed_blocks;      // indices of a prompt's blocks that were found in borrowed memory
+    std::vector<RequestId> new_request_ids;    // [A] admitted for the first time
+    std::vector<int32_t> new_cached_tokens;    // [A] the number of prompt tokens found in the cache
+    std::vector<int32_t> new_borrowed_starts;  // [A+1] into new_borrowed_blocks, where each request begins
+    std::vector<int32_t> new_borrowed_blocks;  // indices of a prompt's blocks that were found in borrowed memory
     std::vector<int32_t> new_host_starts, new_host_blocks;  // the same for host memory
-    std::vector<double> new_arrivals_s;            // [A] times of arrival
-    std::vector<RequestId> met_request_ids;        // [M] the requests of meetings
-    std::vector<int32_t> met_blocks;               // [M, 2] `first` and `end` of each Meeting
-    std::vector<RequestId> preempted_request_ids;  // [P]
-    int num_stream_buffers = 0;                    // 0: nothing is streamed in this step
-    std::vector<GroupCopies> copies;               // per group
-    std::vector<int32_t> local_moves;              // [N, 3] group, from, to: before anything else, in this order
+    std::vector<double> new_arrivals_s;                     // [A] times of arrival
+    std::vector<RequestId> met_request_ids;                 // [M] the requests of meetings
+    std::vector<int32_t> met_blocks;                        // [M, 2] `first` and `end` of each Meeting
+    std::vector<RequestId> preempted_request_ids;           // [P]
+    int num_stream_buffers = 0;                             // 0: nothing is streamed in this step
+    std::vector<GroupCopies> copies;                        // per group
+    std::vector<int32_t> local_moves;  // [N, 3] group, from, to: before anything else, in this order
 };
 
 // kDropped: the request goes on, but blocks that it needed were lost during the step, so it is computed again.

@@ -17,7 +17,8 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
     for (const StepRow& row : rows) write_row(*plan, row);
     plan->new_borrowed_starts.push_back(0);
     plan->new_host_starts.push_back(0);
-    const auto append = [](const std::vector<int32_t>& hits, std::vector<int32_t>& blocks, std::vector<int32_t>& starts) {
+    const auto append = [](const std::vector<int32_t>& hits, std::vector<int32_t>& blocks,
+                           std::vector<int32_t>& starts) {
         blocks.insert(blocks.end(), hits.begin(), hits.end());
         starts.push_back(static_cast<int32_t>(blocks.size()));
     };
@@ -111,7 +112,7 @@ struct PlanWriter::Streamed {
 
 PlanWriter::Streamed PlanWriter::streamed_blocks(const StepPlan& plan, std::span<const StepRow> rows, int g) const {
     Streamed streamed;
-    if (cache_.pool(g).count_staged(BlockState::kUsed) == 0) return streamed;
+    if (cache_.pool(g).count(Place::kPeer, BlockState::kUsed) == 0) return streamed;
     for (const auto& [from, to] : cache_.moves_across(g)) streamed.add(from, to, true, true);
     for (size_t s = 0; s < rows.size(); ++s) {
         const int begin = rows[s].request->num_planned() - rows[s].num_tokens, size = limits_.block_size;

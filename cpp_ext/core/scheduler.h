@@ -112,19 +112,19 @@ class Scheduler {
     std::optional<double> evicted_age_s(const BlockKey& key) const;
     // The number of leading keys that the request could use if storage gave these blocks, [keys][groups], beside those
     // that are here: at most `max_blocks`, and no more than the local pool can hold. Throws std::invalid_argument
-    // unless `is_stored`, and `pinned` if it has any elements, have as many as look_up() had. `pinned`: the chunks of host
-    // memory that the caller has pinned for the request.
-    int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks, PinnedChunks pinned) const;
+    // unless `is_stored`, and `pinned` if it has any elements, have as many as look_up() had. `pinned`: the chunks of
+    // host memory that the caller has pinned for the request.
+    int loadable(RequestId id, std::span<const uint8_t> is_stored, int max_blocks, PinnedChunks pinned = {}) const;
     // Takes a block for each of a waiting request's blocks `first` to `num_blocks` that is not here, and leaves room
     // for the blocks before them. Returns an empty list
     // - if a step in progress copies blocks,
     // - if a running request waits for the room of loading blocks, or
     // - if there is no room without evicting what storage has loaded for requests that have not begun.
     // A block whose chunk is pinned is taken in host memory. The cache then has the pin: see take_unpinned().
-    std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first, PinnedChunks pinned);
+    std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first, PinnedChunks pinned = {});
     std::vector<int> take_unpinned();
-    // Evicts all cached blocks that lie in host memory. Returns false, with nothing changed, while a step in progress may
-    // copy blocks.
+    // Evicts all cached blocks that lie in host memory. Returns false, with nothing changed, while a step in progress
+    // may copy blocks.
     bool evict_host();
     // Whether the front of a prompt can be computed while its back is loading. For that, prompts must be split, and
     // some group must have full attention: of a sliding window, only a tail is ever loaded.

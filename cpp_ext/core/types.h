@@ -99,7 +99,7 @@ struct GroupStats {
     int borrowed_free, borrowed_used, borrowed_cached, borrowed_in_flight;
     int staging_layer_blocks;  // the layer blocks in which borrowed blocks can be staged
     int host_used, host_cached, host_in_flight, host_loading;
-    int pinned = 0;            // the used blocks that pins hold
+    int pinned = 0;  // the used blocks that pins hold
 };
 
 // Divides a >= 0 by b > 0 and rounds up; cannot overflow.

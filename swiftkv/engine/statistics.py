@@ -61,6 +61,7 @@ class EngineStatistics:
         graphs = self._runner.decode_graphs
         num_local = sum(group.used + group.cached for group in stats.groups)
         num_borrowed = sum(group.borrowed_used + group.borrowed_cached for group in stats.groups)
+        num_in_host = sum(group.host_used + group.host_cached for group in stats.groups)
         count = partial(_count_blocks, stats.groups)
         num_blocks = _pool_blocks(stats.groups)
         num_taken = count(lambda group: group.total - group.elsewhere - group.free)
@@ -85,6 +86,7 @@ class EngineStatistics:
             window_missed_tokens_total=stats.window_missed_tokens_total,
             kv_tokens_local=num_local * self._block_size // len(stats.groups),
             kv_tokens_peer=num_borrowed * self._block_size // len(stats.groups),
+            kv_tokens_host=num_in_host * self._block_size // len(stats.groups),
             layer_stream_load=self._load if streams else None,
             layer_stream_store=self._store if streams else None,
             layer_stream_exposed=self._exposed if streams else None,

@@ -242,7 +242,8 @@ class LeasedBytes(msgspec.Struct, array_like=True, frozen=True):
 class GroupBlocks(msgspec.Struct, frozen=True):
     """Blocks of one KV group: free + used + cached + lent + in_flight + staging + loading + elsewhere = total.
 
-    Blocks `elsewhere` are in extents of other groups, or of none. Borrowed blocks are not part of the sum.
+    Blocks `elsewhere` are in extents of other groups, or of none. Borrowed blocks, and blocks in host memory that this
+    engine attends to, are not part of the sum.
     """
 
     free: int
@@ -259,7 +260,11 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     borrowed_cached: int
     borrowed_in_flight: int
     staging_layer_blocks: int
-    pinned: int = 0  # the part of `used` that pins hold
+    pinned: int = 0  # the blocks in use that pins hold
+    host_used: int = 0
+    host_cached: int = 0
+    host_in_flight: int = 0
+    host_loading: int = 0  # being verified
 
 
 class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=True):

@@ -200,7 +200,7 @@ def _view(name: str, stats: EngineStats) -> ModelCache:
     return ModelCache(
         model=name,
         blocks={"free": stats.num_free_blocks, "used": stats.num_used_blocks, "cached": stats.num_cached_blocks},
-        tokens={"local": stats.kv_tokens_local, "peer": stats.kv_tokens_peer},
+        tokens={"local": stats.kv_tokens_local, "peer": stats.kv_tokens_peer, "host": stats.kv_tokens_host},
         query_tokens_total=stats.prefix_query_tokens_total,
         hit_tokens_total=stats.hit_tokens_by_tier(),
         pinned_blocks=sum(group.pinned for group in stats.groups),

@@ -14,7 +14,7 @@ class ModelCache(Struct):
     blocks: dict[str, int]
     """Number of blocks in the pool by state: free, used by running requests, cached for those to come."""
     tokens: dict[str, int]
-    """Tokens whose KV is in use or cached, by where it lies: local, peer."""
+    """Tokens whose KV is in use or cached, by where it lies: local, peer, or host if it is attended there."""
     query_tokens_total: int
     """Prompt tokens of all requests that have begun."""
     hit_tokens_total: dict[str, int]

@@ -29,7 +29,9 @@ GAUGES: Mapping[str, str] = {
     ),
 }
 LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
-    "swiftkv:kv_tier_tokens": ("tier", "Tokens whose KV is in use or cached, by tier"),
+    "swiftkv:kv_tier_tokens": (
+        "tier", "Tokens whose KV is in use or cached, by tier; in host memory, those that are attended there",
+    ),
     "swiftkv:expert_load_factor": (
         "layer", "Mean tokens per expert divided by the maximum, as last reported; 1 is even. Not counted on GPUs",
     ),

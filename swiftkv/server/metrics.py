@@ -42,7 +42,7 @@ from swiftkv.server.tier_metrics import TierMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 FINISHED_REASONS = ("stop", "length", "abort", "error")
-LOCAL_TIER, PEER_TIER = "local", "peer"
+LOCAL_TIER, PEER_TIER, HOST_TIER = "local", "peer", "host"
 MAX_HIDDEN = 16
 """The most removed models whose counters are kept: few models come and go."""
 M = TypeVar("M", Gauge, Counter)
@@ -176,7 +176,7 @@ class ModelMetrics:
             key: histogram.labels(*label_values(key, name)) for key, histogram in metrics.histograms.items()
         }
         gauges, counters = metrics.labelled_gauges, metrics.labelled_counters
-        self._kv_tokens = self._by_label(gauges, "swiftkv:kv_tier_tokens", (LOCAL_TIER, PEER_TIER))
+        self._kv_tokens = self._by_label(gauges, "swiftkv:kv_tier_tokens", (LOCAL_TIER, PEER_TIER, HOST_TIER))
         self._prompt_tokens = self._by_label(counters, "vllm:prompt_tokens_by_source", (_COMPUTED, *_SOURCES.values()))
         self._success = self._by_label(counters, "vllm:request_success", FINISHED_REASONS)
         self._displaced = self._by_label(counters, "swiftkv:requests_displaced", _SERVICE_TIERS)
@@ -207,6 +207,7 @@ class ModelMetrics:
         self._gauges["swiftkv:prefill_tokens_per_second"].set(stats.prefill_tokens_per_s or 0.0)
         self._kv_tokens[LOCAL_TIER].set(stats.kv_tokens_local)
         self._kv_tokens[PEER_TIER].set(stats.kv_tokens_peer)
+        self._kv_tokens[HOST_TIER].set(stats.kv_tokens_host)
         expert_load = self._metrics.labelled_gauges["swiftkv:expert_load_factor"]
         for layer, factor in stats.expert_load_factors.items():
             expert_load.labels(self._name, str(layer)).set(factor)

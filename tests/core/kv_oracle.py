@@ -300,6 +300,14 @@ class Engine:
             assert list(new) == expected.new
             assert plan.preempted_request_ids.tolist() == expected.preempted
 
+    def block_at(self, group: int, entry: int) -> int:
+        """Return the block to which an entry of a block table points."""
+        num_layers, num_blocks, _ = self.setup.groups[group]
+        assert entry >= 0
+        assert entry % num_layers == 0
+        assert entry // num_layers < num_blocks
+        return entry // num_layers
+
     def cells(self, group: int, block: int, offset: int) -> list[Cell]:
         """Return where a token's KV lies: a large block takes as many cells of an extent as small ones do."""
         if not self.setup.blocks_per_extent:
@@ -443,9 +451,9 @@ class Engine:
 
     def _spoil(self, row: Row, written: dict[Cell, Bytes]) -> None:
         """Overwrite the KV of a request that has ended, in places where nothing else is written in this step."""
-        for g, ((num_layers, _, _), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
+        for g, table in enumerate(row.tables):
             for position in range(row.begin, row.end):
-                block = table[position // self.setup.block_size] // num_layers
+                block = self.block_at(g, table[position // self.setup.block_size])
                 for cell in self.cells(g, block, position % self.setup.block_size):
                     assert cell not in written, "two requests write to one place"
                     written[cell] = (g, -1)
@@ -453,7 +461,7 @@ class Engine:
     def _read_and_write(self, request: Request, row: Row, tokens: list[int], written: dict[Cell, Bytes]) -> None:
         size = self.setup.block_size
         prefix = self.prefixes.of(request.namespace, tokens[: row.end])
-        for g, ((num_layers, num_blocks, window), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
+        for g, ((_, _, window), table) in enumerate(zip(self.setup.groups, row.tables, strict=True)):
             assert len(table) == -(-row.end // size)
             for position in range(row.end):
                 entry = table[position // size]
@@ -461,15 +469,14 @@ class Engine:
                     assert window > 0
                     assert position <= row.begin - window, "a token inside the window has no block"
                     continue
-                assert entry >= 0
-                assert entry % num_layers == 0
-                assert entry // num_layers < num_blocks
-                for cell in self.cells(g, entry // num_layers, position % size):
+                block = self.block_at(g, entry)
+                for cell in self.cells(g, block, position % size):
                     if position < row.begin:
                         expected = (g, prefix[position])
                         assert self.bytes.get(cell) == expected, "a block table points at another prefix's bytes"
                         assert cell not in written, "read while written"
                     else:
+                        assert block < self.setup.groups[g][1], "a step writes beyond the pool"
                         assert cell not in written, "two requests write to one place"
                         written[cell] = (g, prefix[position])
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from kv_oracle import KEY_BYTES, Prefixes
@@ -40,7 +39,6 @@ class BorrowSetup:
     num_extents: int
     blocks_per_extent: int
     waste_bytes: int = 0
-    place: Literal["peer", "host"] = "peer"
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class LendingSetup:
             enable_chunked_prefill=self.enable_chunked_prefill,
             lend_links=[_core.Link(*link) for link in self.lend],
             borrow_links=[
-                _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES, b.place)
+                _core.Link(b.group, b.num_extents, b.blocks_per_extent, self.extent_bytes(b), PEER_BASE_BYTES)
                 for b in self.borrow
             ],
             stream_buffers=self.stream_buffers,

@@ -47,7 +47,10 @@ class StorageEngine(Engine):
         self.predicted_by = []
         # A layer block has one byte, so that an offset is the number of a layer block.
         sizes = setup.blocks_per_extent or [0] * len(setup.groups)
-        specs = [GroupSpec(*group, 1, 0, size) for group, size in zip(setup.groups, sizes, strict=True)]
+        specs = [
+            GroupSpec(*group, 1, 0, size, *self._host_chunks(g))
+            for g, (group, size) in enumerate(zip(setup.groups, sizes, strict=True))
+        ]
         self.scheduler = Scheduler(
             specs,
             block_size=setup.block_size,
@@ -71,6 +74,10 @@ class StorageEngine(Engine):
         self.unsure: set[int] = set()  # requests that may have given up their backs
         self.num_met = 0  # backs that requests came to
         self.windows = [window for _, _, window in setup.groups]
+
+    def _host_chunks(self, group: int) -> tuple[int, int, int]:
+        """Return where a group's chunks of host memory begin, how far apart they are, and how many there are."""
+        return 0, 1, 0
 
     def add_held(
         self,
@@ -215,17 +222,19 @@ class StorageEngine(Engine):
 
         `None`: nothing, or there is no room.
         """
-        length, keys, resident, stored = self._loadable(request_id, max_blocks)
+        pinned = self.pin_host(request_id)
+        length, keys, resident, stored = self._loadable(request_id, max_blocks, pinned)
         first = min(first, length)
         blocks = []
         before = self._brought_for_others(request_id)
-        loading = self.scheduler.begin_load(request_id, length, first)
+        loading = self.scheduler.begin_load(request_id, length, first, pinned)
         assert before <= self._brought_for_others(request_id), "one load evicts what another has brought"
         for index, group, block, offset in zip(*(array.tolist() for array in loading), strict=True):
             assert not resident[index, group]
             assert stored[index, group]
-            assert offset == block * self.setup.groups[group][0]
+            assert self.block_at(group, offset) == block
             blocks.append((index, group, block))
+        self.unpin_rest(pinned, blocks)
         if not blocks:
             return None
         begins = self._first_needed(length)
@@ -252,7 +261,9 @@ class StorageEngine(Engine):
 
     def meet(self, request_id: int, first: int, max_blocks: int = 1 << 20) -> Transfer | None:
         """Begin to load the back of a request's prompt, from its end, and have it compute its front meanwhile."""
-        length = self._loadable(request_id, max_blocks)[0]
+        pinned = self.pin_host(request_id)
+        length = self._loadable(request_id, max_blocks, pinned)[0]
+        self.unpin_rest(pinned, [])
         transfer = self.begin_load(request_id, max_blocks, first)
         if transfer is not None:
             transfer.blocks.sort(reverse=True)
@@ -262,30 +273,76 @@ class StorageEngine(Engine):
             self.backs[request_id] = length
         return transfer
 
+    def pin_host(self, request_id: int) -> npt.NDArray[np.int32] | None:
+        """Pin what host memory has of a prompt, and return the chunks by key and group. `None`: nothing is pinned."""
+        return None
+
+    def unpin_rest(self, pinned: npt.NDArray[np.int32] | None, taken: list[tuple[int, int, int]]) -> None:
+        """Give back the pins that the scheduler has not taken over."""
+
+    def is_pinned(self, pinned: npt.NDArray[np.int32] | None, index: int, group: int) -> bool:
+        return pinned is not None and bool(pinned[index * len(self.windows) + group] >= 0)
+
     def _loadable(
-        self, request_id: int, max_blocks: int
+        self, request_id: int, max_blocks: int, pinned: npt.NDArray[np.int32] | None
     ) -> tuple[int, list[bytes], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return how many blocks of a request could be used, its keys, and which blocks are here and in storage."""
         keys, resident, num_usable = self.look_up(request_id)
-        stored = np.array([[(key, g) in self.storage for g in range(len(self.windows))] for key in keys], bool)
+        stored = np.array(
+            [
+                [(key, g) in self.storage or self.is_pinned(pinned, i, g) for g in range(len(self.windows))]
+                for i, key in enumerate(keys)
+            ],
+            bool,
+        )
         stored = stored.reshape(resident.shape)
-        length = self.scheduler.loadable(request_id, stored.astype(np.uint8).ravel(), max_blocks)
-        max_blocks = min(max_blocks, *self._local_room())
+        length = self.scheduler.loadable(request_id, stored.astype(np.uint8).ravel(), max_blocks, pinned)
+        max_blocks = min(max_blocks, *self._local_room(keys, resident, pinned))
         assert length == naive_usable((resident | stored)[:max_blocks], self.windows, self.setup.block_size)
         assert length >= num_usable or num_usable > max_blocks  # a shorter prefix may lack the tail of its end
         return length, keys, resident, stored
 
-    def _local_room(self) -> list[int]:
-        """Return the blocks of each full-attention group's pool that are not lent, and a large number."""
+    def _local_room(
+        self, keys: list[bytes], resident: npt.NDArray[np.bool_], pinned: npt.NDArray[np.int32] | None
+    ) -> list[int]:
+        """Return for each full-attention group how many leading blocks fit in its pool, and a large number."""
         stats = self.scheduler.stats().groups
-        full = [group.total - group.lent for group, window in zip(stats, self.windows, strict=True) if not window]
-        return [1 << 20, *full]
+        return [
+            1 << 20,
+            *(
+                self._prefix_in(g, group.total - group.lent, keys, resident, pinned)
+                for g, group in enumerate(stats)
+                if not self.windows[g]
+            ),
+        ]
+
+    def _prefix_in(
+        self,
+        group: int,
+        num_local: int,
+        keys: list[bytes],
+        resident: npt.NDArray[np.bool_],
+        pinned: npt.NDArray[np.int32] | None,
+    ) -> int:
+        """Return how many leading blocks fit in so many local blocks of a group; those in host memory need none."""
+        for i, key in enumerate(keys):
+            is_in_host = self.is_in_host(key, group) if resident[i, group] else self.is_pinned(pinned, i, group)
+            num_local -= not is_in_host
+            if num_local < 0:
+                return i
+        return 1 << 20
+
+    def is_in_host(self, key: bytes, group: int) -> bool:
+        """Whether the prefix index has the block in host memory."""
+        return False
 
     def read(self, transfer: Transfer, num_blocks: int, is_loaded: bool = True) -> None:
         """Storage has read the next blocks, or did not."""
         part, transfer.blocks = transfer.blocks[:num_blocks], transfer.blocks[num_blocks:]
-        is_loaded &= all((transfer.keys[index], group) in self.storage for index, group, _ in part)  # it may forget
+        is_loaded &= all(self.has_bytes(transfer.keys[index], group, block) for index, group, block in part)
         for index, group, block in part:
+            if self.is_of_host(group, block):
+                continue
             numbers = self.storage.get((transfer.keys[index], group), [-1] * self.setup.block_size)
             self.fill(group, block, numbers if is_loaded else [-1] * self.setup.block_size)
         groups, blocks = (np.array([block[i] for block in part], np.int32) for i in (1, 2))
@@ -293,13 +350,21 @@ class StorageEngine(Engine):
         if not transfer.blocks:
             self.transfers.remove(transfer)
 
+    def has_bytes(self, key: bytes, group: int, block: int) -> bool:
+        """Whether a block can be read: storage may forget it meanwhile."""
+        return (key, group) in self.storage
+
+    def is_of_host(self, group: int, block: int) -> bool:
+        return block >= self.setup.groups[group][1]
+
     def give_up(self, transfer: Transfer) -> None:
         """Nobody waits for the rest any more, though storage may still write to it."""
         groups, blocks = (np.array([block[i] for block in transfer.blocks], np.int32) for i in (1, 2))
         self.scheduler.forget_loading(groups, blocks)
         transfer.is_forgotten = True
         for _, group, block in transfer.blocks:
-            self.fill(group, block, [-1] * self.setup.block_size)
+            if not self.is_of_host(group, block):
+                self.fill(group, block, [-1] * self.setup.block_size)
 
     def lend(self, max_extents: int) -> None:
         self.lent += (extents := self.scheduler.lend(0, max_extents).tolist())
@@ -330,4 +395,4 @@ class StorageEngine(Engine):
         for transfer in self.transfers:
             for _, group, _ in transfer.blocks:
                 loading[group] += 1
-        assert [group.loading for group in stats.groups] == loading
+        assert [group.loading + group.host_loading for group in stats.groups] == loading

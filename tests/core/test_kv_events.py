@@ -155,7 +155,7 @@ class TellingRun(Run):
             setup = drawn_setup(self.rng)
             if setup.enable_prefix_caching:
                 try:
-                    return TellingEngine(self._with_places(setup), self.rng)
+                    return TellingEngine(setup, self.rng)
                 except ValueError:
                     continue
 

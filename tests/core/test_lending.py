@@ -261,34 +261,6 @@ def test_a_step_that_reads_what_was_lost_does_not_count_although_its_request_has
     assert sorted(e.outputs) == [1, 2]
 
 
-def test_a_block_goes_to_the_nearest_place_that_has_room_and_else_where_the_oldest_block_lies() -> None:
-    links = (BorrowSetup(0, 2, 1, place="host"), BorrowSetup(0, 2, 1))
-    setup = LendingSetup(((2, 4, 0),), links, max_num_seqs=1, max_model_len=16)
-    e = LendingEngine(setup, random.Random(0))
-    e.borrow(0, 2)
-    e.borrow(1, 2)  # leaves two blocks to the pool
-
-    def where() -> tuple[int, int]:
-        """Return how many blocks have been written to host memory, and to the peer."""
-        return len(e.peers[0]) // 2, len(e.peers[1]) // 2
-
-    def ask(number: int) -> int:
-        """Send a prompt of one block and a half, and return how much of it is cached."""
-        e.add(len(e.outputs) + 100 * number, prompt(6, number), max_tokens=1)
-        assert e.schedule()
-        cached = e.planned[0].plan.new_cached_tokens.tolist()
-        e.commit()
-        return int(cached[0])
-
-    assert [ask(number) for number in (1, 2, 3)] == [0, 0, 0]
-    assert where() == (0, 2)
-    assert [ask(number) for number in (4, 5)] == [0, 0]
-    assert where() == (2, 2)
-    assert [ask(number) for number in (6, 7)] == [0, 0]  # the first two make room
-    assert [ask(number) for number in (3, 2)] == [4, 0]
-    e.drain()
-
-
 def test_a_plan_names_the_cached_blocks_that_were_found_in_borrowed_memory() -> None:
     """Blocks that move to the local pool at once are named too."""
     setup = LendingSetup(((2, 8, 0),), (BorrowSetup(0, 8, 1),), max_num_batched_tokens=64, max_model_len=40)

@@ -15,7 +15,6 @@ import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -145,14 +144,9 @@ class Run:
     def _engine(self) -> LendingEngine:
         while True:
             try:
-                return LendingEngine(self._with_places(self.draw_setup(self.rng)), self.rng)
+                return LendingEngine(self.draw_setup(self.rng), self.rng)
             except ValueError:
                 continue
-
-    def _with_places(self, setup: LendingSetup) -> LendingSetup:
-        """Some links lead further down."""
-        borrow = (replace(link, place="host") if self.rare.random() < 0.3 else link for link in setup.borrow)
-        return replace(setup, borrow=tuple(borrow))
 
     def go(self) -> None:
         if self.rng.random() < 0.2:

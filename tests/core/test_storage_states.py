@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from host_oracle import HostEngine
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,11 +26,17 @@ POLICIES = ["write_through", "write_through_selective", "write_back"]
 
 
 class Storage(RuleBasedStateMachine):
-    @initialize(pick=st.sampled_from(SETUPS), policy=st.sampled_from(POLICIES))
-    def start(self, pick: tuple[Setup, int], policy: str) -> None:
+    engine: StorageEngine
+
+    @initialize(pick=st.sampled_from(SETUPS), policy=st.sampled_from(POLICIES), num_chunks=st.sampled_from([0, 4, 14]))
+    def start(self, pick: tuple[Setup, int], policy: str, num_chunks: int) -> None:
         setup, num_lent = pick
         self.can_lend = num_lent > 0
-        self.engine = StorageEngine(setup, policy, num_lent)
+        has_full_attention = any(window == 0 for _, _, window in setup.groups)
+        if num_chunks and has_full_attention:
+            self.engine = HostEngine(setup, policy, num_chunks, num_lent)
+        else:
+            self.engine = StorageEngine(setup, policy, num_lent)
         self.next_id = 0
         self.history: list[list[int]] = [[0, 1] * 10]
 
@@ -118,6 +125,17 @@ class Storage(RuleBasedStateMachine):
     def storage_forgets(self, pick: int) -> None:
         names = list(self.engine.storage)
         del self.engine.storage[names[pick % len(names)]]
+
+    @precondition(lambda self: isinstance(self.engine, HostEngine))
+    @rule(pick=st.integers(0, 99))
+    def host_forgets(self, pick: int) -> None:
+        assert isinstance(self.engine, HostEngine)
+        self.engine.host_forgets(pick)
+
+    @precondition(lambda self: isinstance(self.engine, HostEngine))
+    @rule()
+    def evict_host(self) -> None:
+        self.engine.scheduler.evict_host()
 
     @rule()
     def reset(self) -> None:

@@ -259,15 +259,15 @@ def test_where_kv_lies_and_what_streaming_it_takes() -> None:
         load.add(duration_s)
     exposed.add(0.0)
     model.observe_engine(
-        EngineStats(*[0] * 12, kv_tokens_local=300, kv_tokens_peer=700, layer_stream_load=load,
-                    layer_stream_exposed=exposed)
+        EngineStats(*[0] * 12, kv_tokens_local=300, kv_tokens_peer=700, kv_tokens_host=50,
+                    layer_stream_load=load, layer_stream_exposed=exposed)
     )  # fmt: skip
     other.observe_engine(EngineStats(*[0] * 12))
     families = {
         family.name: family for family in text_string_to_metric_families(b"".join(metrics.render("m")).decode())
     }
     held = {sample.labels["tier"]: sample.value for sample in families["swiftkv:kv_tier_tokens"].samples}
-    assert held == {"local": 300, "peer": 700}
+    assert held == {"local": 300, "peer": 700, "host": 50}
     samples = families["swiftkv:layer_stream_load_seconds"].samples
     buckets = {float(sample.labels["le"]): sample.value for sample in samples if "le" in sample.labels}
     assert (buckets[0.0005], buckets[0.001], buckets[0.0025], buckets[0.25], buckets[10], buckets[float("inf")]) == (

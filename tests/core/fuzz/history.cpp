@@ -54,7 +54,6 @@ void read_parts(Setup& setup, Bytes& in) {
     if (flags & 16) setup.write_policy = WritePolicy::kWriteBack;
     if (flags & 2) share_extents(setup, in);
     if (flags & 4) setup.limits.retention_interval = 2 * setup.limits.block_size;
-    if ((flags & 8) && !setup.borrow.empty()) setup.borrow.back().place = Place::kHost;
     setup.is_changing = flags & 32;
     if (flags & 64) setup.max_kv_events = 1 << in.between(1, 9);
 }

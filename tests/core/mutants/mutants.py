@@ -84,18 +84,62 @@ SENT, ENGINE, RULES = "server/sent_prefixes.py", "engine/engine.py", "engine/tok
 HOST_MEMORY = "host/host_memory.cpp"
 
 MUTANTS = [
+    # Host memory.
+    one(
+        "a chunk is given back while a step reads it",
+        POOL,
+        "unpinned_.push_back({chunk_of(block), num_begun_ > num_settled_ ? num_begun_ : 0});",
+        "unpinned_.push_back({chunk_of(block), 0});",
+    ),
+    one(
+        "a pin is given back twice",
+        POOL,
+        "chunks.push_back(unpinned.chunk);",
+        "chunks.push_back(unpinned.chunk); chunks.push_back(unpinned.chunk);",
+    ),
+    one(
+        "a chunk that requests still hold is taken again",
+        CACHE_STORAGE,
+        "== BlockState::kAbsent ? block : kNone;",
+        "== BlockState::kAbsent || true ? block : kNone;",
+    ),
+    one(
+        "a block in host memory counts as room",
+        CACHE_ROOM,
+        "gain.local += pool.place(block) == Place::kLocal;",
+        "gain.local += pool.place(block) != Place::kPeer;",
+    ),
+    one(
+        "a pinned block needs room",
+        CACHE_STORAGE,
+        "block == kNone ? pinned_block(g, i, pinned) == kNone",
+        "block == kNone ? true",
+    ),
+    one(
+        "a block that is verified is not waited for",
+        CACHE,
+        " ||\n               group.pool.count(Place::kHost, BlockState::kLoading) > 0",
+        "",
+    ),
+    one("storage is offered what lies in host memory", CACHE_STORAGE, " && pool.place(block) != Place::kHost;", ";"),
+    one(
+        "used blocks in host memory are evicted",
+        POOL,
+        "if (place(block) == Place::kHost) {\n        move_to",
+        "if (place(block) == Place::kHost) {\n        records_[block].busy_until = 0;\n        move_to",
+    ),
     # Pins.
     one(
         "a pin keeps blocks that a lender may want back",
         CACHE,
-        "return is_local(g, block) && groups_[g].pool.state(block)",
+        "return is_attended(g, block) && groups_[g].pool.state(block)",
         "return groups_[g].pool.state(block)",
     ),
     one(
         "a pin keeps blocks that are loading",
         CACHE,
-        "return is_local(g, block) && groups_[g].pool.state(block) != BlockState::kLoading;",
-        "return is_local(g, block);",
+        "return is_attended(g, block) && groups_[g].pool.state(block) != BlockState::kLoading;",
+        "return is_attended(g, block);",
     ),
     one("a pin beyond the share is kept", PINS, "length == 0 || share_with_it > max_share", "length == 0"),
     one(
@@ -141,13 +185,13 @@ MUTANTS = [
     one(
         "free extents are no room, and blocks are written back early",
         CACHE_STORAGE,
-        "pool.num_free_below(Place::kLocal) + division_.unclaimed(g);",
-        "pool.num_free_below(Place::kLocal);",
+        "pool.num_free(Place::kPeer) + division_.unclaimed(g);",
+        "pool.num_free(Place::kPeer);",
     ),
     one(
         "room at lenders is none, and blocks are written back early",
         CACHE_STORAGE,
-        "pool.num_free(Place::kLocal) + pool.num_free_below(Place::kLocal)",
+        "pool.num_free(Place::kLocal) + pool.num_free(Place::kPeer)",
         "pool.num_free(Place::kLocal)",
     ),
     one(
@@ -227,7 +271,7 @@ MUTANTS = [
     one(
         "what a lender has of a back counts",
         CACHE_STORAGE,
-        "is_coming = block != kNone && is_local(g, block);",
+        "is_coming = block != kNone && is_attended(g, block);",
         "is_coming = block != kNone;",
     ),
     one(
@@ -628,12 +672,11 @@ MUTANTS = [
     ),
     one("one load after the other takes the room", STORAGE, "    if (roster_.awaits_loads()) return {};\n", ""),
     one("a computed block waits for one that loads", CACHE, " || pool.state(known) == BlockState::kLoading", ""),
-    one("what is cached further down is evicted in any order", POOL, "|| is_older(cached, oldest)", "|| true"),
     one("two blocks have one node", CACHE, "            pool.forget(known);\n", ""),
     one(
         "blocks are borrowed that cannot be staged",
         CACHE_ROOM,
-        "return num_staging_layer_blocks(g) - groups_[g].pool.count_staged(BlockState::kUsed);",
+        "return num_staging_layer_blocks(g) - groups_[g].pool.count(Place::kPeer, BlockState::kUsed);",
         "return num_staging_layer_blocks(g);",
     ),
     one("a node loses one block alone", CACHE_KEEP, "(h != g && !whole_node)", "h != g"),
