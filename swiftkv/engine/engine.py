@@ -404,7 +404,7 @@ class Engine:
         self._finish_steps()
         groups = self._scheduler.stats().groups
         self._scheduler.reset_prefix_cache()
-        return sum(group.cached + group.borrowed_cached for group in groups)
+        return sum(group.cached + group.borrowed_cached + group.host_cached for group in groups)
 
     def _add(self, message: AddRequest) -> None:
         try:
