@@ -26,7 +26,7 @@ def num_chunks(num_bytes: int, chunk_bytes: int) -> int:
 class HostMemory:
     """The objects in a memory that this process or another laid out; the least recently used are evicted first.
 
-    An object is a header of at most 128 bytes, and a block. Calls that take the lock release the GIL. All calls may come
+    An object is a header of at most 128 bytes, and a block. Calls that take the lock release the GIL. Calls may come
     from several threads.
     """
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from swiftkv._host import MAX_MEMBERS, HostMemory
 from swiftkv.config import load_config
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine_configs import compile_engines
@@ -16,8 +18,9 @@ from swiftkv.errors import ConfigError
 from swiftkv.host_tiers import HostTiers, check_fits_machine
 from swiftkv.planning.models import ModelPlan, SizedPlan
 from swiftkv.planning.node import plan_node
+from swiftkv.storage.host_medium import HostMedium, map_host_memory
 from tests.support.checkpoints import make_checkpoint
-from tests.support.storage import opened
+from tests.support.storage import opened, soon
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,44 @@ def test_a_model_keeps_its_memory_when_its_files_are_replaced(directory: Path) -
     assert os.fstat(fd).st_size == 5 << 20
     tiers.release("m0")
     tiers.release("m1")
+
+
+def test_a_model_has_a_number_in_its_memory_until_it_goes(directory: Path) -> None:
+    plans, engines = plan(directory, *["path: weights, tiers: {host: {size: 1MiB}}"] * 3)
+    tiers = HostTiers()
+
+    def member_of(number: int) -> int:
+        equipped = tiers.equip(plans[number], engines[number], plans)
+        assert equipped.storage is not None
+        assert equipped.storage.host_fd is not None
+        fds.append(equipped.storage.host_fd)
+        return equipped.storage.host_member
+
+    fds: list[int] = []
+    assert [member_of(number) for number in (0, 1, 2)] == [0, 1, 2]
+    assert member_of(1) == 1
+    medium, watcher = HostMedium.of(fds[0], 1), HostMemory(map_host_memory(fds[0]), MAX_MEMBERS - 1)
+    medium.write([bytes(32)], [(memoryview(b""), memoryview(b"block"))], soon())
+    assert medium.pin([bytes(32)], 5, soon()) == [0]
+    tiers.release("m0")
+    assert watcher.pinned_by([0]) == [0b10]
+    tiers.release("m1")  # its engine has ended, whatever it left
+    assert watcher.pinned_by([0]) == [0]
+    assert [member_of(number) for number in (1, 0)] == [0, 1]
+    for name in ("m0", "m1", "m2"):
+        tiers.release(name)
+
+
+def test_a_model_beyond_the_members_of_a_memory_is_a_mistake(directory: Path) -> None:
+    plans, (engine,) = plan(directory, "path: weights, tiers: {host: {size: 1MiB}}")
+    named = [replace(plans[0], name=f"m{number}") for number in range(MAX_MEMBERS + 1)]
+    tiers = HostTiers()
+    for each in named[:-1]:
+        tiers.equip(each, engine, named[:1])
+    with pytest.raises(ConfigError, match=r"tiers.host: m64: 64 models with these files share host memory"):
+        tiers.equip(named[-1], engine, named[:1])
+    for each in named:
+        tiers.release(each.name)
 
 
 def test_a_memory_smaller_than_a_block_is_a_mistake(directory: Path) -> None:

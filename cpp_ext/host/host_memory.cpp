@@ -127,7 +127,7 @@ class HostMemory::Lock {
         } else if (code != 0) {
             throw std::system_error(code, std::generic_category(), "the lock of the host memory");
         }
-        if (memory.is_release_due_.exchange(false)) memory.take_over();
+        memory.catch_up();
     }
 
     ~Lock() { pthread_mutex_unlock(mutex_); }
@@ -311,8 +311,14 @@ HostStatus HostMemory::write(const HostKey& key, ObjectParts<const std::byte> so
     for_each_piece(reserved->chunks, source.block, [](std::span<const std::byte> mine, std::span<std::byte> shared) {
         std::memcpy(shared.data(), mine.data(), mine.size());
     });
-    const Lock lock(*this, deadline_s);
-    return publish(*reserved);
+    try {
+        const Lock lock(*this, deadline_s);
+        return publish(*reserved);
+    } catch (const LockTimeout&) {
+        const std::lock_guard local_lock(local_mutex_);
+        unpublished_.push_back(*std::move(reserved));
+        throw;
+    }
 }
 
 void HostMemory::drop(const HostKey& key, double deadline_s) {
@@ -545,6 +551,7 @@ std::optional<HostMemory::Reservation> HostMemory::reserve(const HostKey& key, O
     return Reservation{chunks[0], r.load_tag(), std::move(chunks)};
 }
 
+// Makes an object available whose bytes are written.
 HostStatus HostMemory::publish(const Reservation& reserved) {
     Record& r = record(reserved.id);
     if (r.load_tag() != reserved.tag) return HostStatus::kMissing;  // this member was released
@@ -557,6 +564,17 @@ HostStatus HostMemory::publish(const Reservation& reserved) {
     const std::lock_guard local_lock(local_mutex_);
     local_[reserved.id - 1].verified_tag = r.load_tag();
     return HostStatus::kOk;
+}
+
+// Does what this process could not do before, because it did not get the mutex by a deadline.
+void HostMemory::catch_up() {
+    if (is_release_due_.exchange(false)) take_over();
+    std::vector<Reservation> unpublished;
+    {
+        const std::lock_guard local_lock(local_mutex_);
+        unpublished.swap(unpublished_);
+    }
+    for (const Reservation& reserved : unpublished) publish(reserved);
 }
 
 // ---- after a death ----

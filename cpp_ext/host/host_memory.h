@@ -71,7 +71,8 @@ class HostMemory {
     uint32_t num_chunks() const;
     uint64_t chunks_offset_bytes() const;  // of the first chunk, in the memory
 
-    // All of these throw LockTimeout if they do not get the mutex by the deadline.
+    // All of these throw LockTimeout if they do not get the mutex by the deadline. A block that is written by then can
+    // be found once a later call of this object gets the mutex.
     std::vector<uint8_t> exists(std::span<const HostKey> keys, double deadline_s);
     HostStatus read(const HostKey& key, ObjectParts<std::byte> into, double deadline_s);
     HostStatus write(const HostKey& key, ObjectParts<const std::byte> source, double deadline_s);
@@ -151,6 +152,7 @@ class HostMemory {
     Id take_chunk();
     std::optional<Reservation> reserve(const HostKey& key, ObjectParts<const std::byte> source);
     HostStatus publish(const Reservation& reserved);
+    void catch_up();
     void take_over();
     void release(uint32_t member);
     void repair();
@@ -172,8 +174,9 @@ class HostMemory {
 
     const uint32_t member_;
     std::atomic<bool> is_release_due_ = false;
-    std::mutex local_mutex_;  // guards `local_`, and this member's pins; taken after the shared mutex
+    std::mutex local_mutex_;  // guards what follows, and this member's pins; taken after the shared mutex
     std::vector<Local> local_;
+    std::vector<Reservation> unpublished_;  // written, but the mutex was not to be had by the deadline
 };
 
 }  // namespace swiftkv

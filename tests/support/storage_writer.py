@@ -1,11 +1,16 @@
-"""Processes that use one directory of the file backend until they are killed."""
+"""Processes that use one directory of the file backend, or host memory, until they are killed."""
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import multiprocessing
+import os
 import random
 import resource
+import signal
+import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
@@ -13,6 +18,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from swiftkv.storage.backend import Status
+from swiftkv.storage.host_medium import HostMedium
 from tests.support.storage import block_of, check_got, key_of, opened, soon
 
 NUM_KEYS = 200
@@ -83,6 +89,32 @@ def put_beyond_a_limit(raw: dict[str, object], limit_bytes: int) -> None:
         statuses = backend.put([key_of(100), key_of(limit_bytes + 1)], sources, soon())
         assert statuses == [Status.OK, Status.MISSING], statuses
         assert not backend.is_degraded
+
+
+def die_in_a_write(raw: dict[str, object], key: bytes, num_bytes: int, member: int) -> None:
+    """Write to host memory from a file that has no bytes any more, which ends the process while it copies them."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    fd = os.open(str(raw["file"]), os.O_RDWR)
+    medium = HostMedium.of(fd, member)
+    medium.release_member(member, soon())
+    with tempfile.TemporaryFile() as file:
+        file.truncate(num_bytes)
+        source = memoryview(mmap.mmap(file.fileno(), num_bytes))
+        file.truncate(0)
+        medium.write([key], [(memoryview(b""), source)], soon())
+
+
+def stop_with_the_lock(process: ForkServerProcess, medium: HostMedium) -> None:
+    """Stop a process that holds the lock of host memory again and again at a moment when it does."""
+    assert process.pid is not None
+    while True:
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            medium.exists([key_of(0)], time.monotonic() + 0.05)
+        except TimeoutError:
+            return
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.001)
 
 
 def kill_after(process: ForkServerProcess, seconds: float) -> None:
