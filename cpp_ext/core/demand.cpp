@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <ranges>
 #include <utility>
 
 namespace swiftkv {
@@ -53,11 +54,11 @@ std::vector<GroupDemand> Demand::take(int num_running) {
 }
 
 bool Demand::is_short(int num_running) const {
-    for (int g = 0; g < cache_.num_groups(); ++g) {
-        const bool is_lending = cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0;
-        if (is_lending && now(num_running)[g].shortfall > 0) return true;
-    }
-    return false;
+    const auto is_lending = [&](int g) { return cache_.pool(g).count(Place::kLocal, BlockState::kLent) > 0; };
+    const auto groups = std::views::iota(0, cache_.num_groups());
+    if (std::ranges::none_of(groups, is_lending)) return false;
+    const std::vector<GroupDemand> demand = now(num_running);
+    return std::ranges::any_of(groups, [&](int g) { return is_lending(g) && demand[g].shortfall > 0; });
 }
 
 int Demand::blocks_wanted(const Request& r, int g) const {
