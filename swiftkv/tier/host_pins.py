@@ -33,6 +33,7 @@ class HostPins:
         self._num_wanted = medium.num_wanted()
         self._lock = threading.Lock()
         self._num_searched = 0  # pins that belong to searches, under the lock
+        self._is_closed = False  # under the lock
 
     def search(self, num_cells: int) -> SearchPins:
         """Return the pins of a new search over `num_cells` blocks, none yet. Give them back in the end."""
@@ -48,7 +49,7 @@ class HostPins:
             self._num_wanted = num_wanted
         chunks = scheduler.take_unpinned()
         if len(chunks):
-            self._medium.unpin(chunks.tolist())
+            self._unpin(chunks)
 
     def verify(self, keys: Sequence[bytes], chunks: Sequence[int], fingerprint: bytes) -> list[Status]:
         """Return whether pinned blocks are intact, as `SealedBackend.get` does, and drop those that are not."""
@@ -64,13 +65,22 @@ class HostPins:
         return statuses
 
     def close(self) -> None:
-        """Check that no search holds a pin. Call it once all searches were given up."""
+        """Give back all pins, once all searches were given up and no step follows."""
         with self._lock:
             assert not self._num_searched, f"searches hold {self._num_searched} pins"
+            self._is_closed = True
+            self._medium.give_back()
 
     def _block(self, chunk: int) -> memoryview:
         begin = self._medium.chunks_offset_bytes + chunk * self._medium.chunk_bytes
         return self._medium.memory[begin : begin + self._medium.chunk_bytes]
+
+    def _unpin(self, chunks: Int32Array) -> None:
+        with self._lock:
+            if self._is_closed:
+                self._medium.give_back()  # a search that was given up has pinned blocks since
+            else:
+                self._medium.unpin(chunks.tolist())
 
     def _pin(self, keys: Sequence[bytes], deadline_s: float) -> Int32Array:
         """Return the chunk of each block that was pinned, and -1 for the others."""
@@ -109,7 +119,7 @@ class SearchPins:
                 self._chunks[cells] = taken
                 self._host._num_searched += int(np.count_nonzero(taken >= 0))
                 return taken >= 0
-        self._host._medium.unpin(taken[taken >= 0].tolist())
+        self._host._unpin(taken[taken >= 0])
         return np.zeros(len(cells), np.bool_)
 
     def hand_over(self, cell: int) -> int:
@@ -125,8 +135,8 @@ class SearchPins:
         """Give back the pins that are left. The search, if it is still at it, keeps none."""
         with self._host._lock:
             self._is_over = True
-            left = self._chunks[self._chunks >= 0].tolist()
+            left = self._chunks[self._chunks >= 0]
             self._chunks[:] = -1
             self._host._num_searched -= len(left)
-        if left:
-            self._host._medium.unpin(left)
+        if len(left):
+            self._host._unpin(left)
