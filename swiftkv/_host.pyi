@@ -80,6 +80,9 @@ class HostMemory:
     def unpin(self, chunks: Sequence[int]) -> None:
         """Give back one pin of each chunk. Waits for no other process."""
 
+    def give_back(self) -> None:
+        """Give back all pins that this object has left."""
+
     def headers(self, chunks: Sequence[int]) -> list[bytes | None]:
         """Return the headers of pinned objects; `None` for one that this process has written or verified."""
 

@@ -13,6 +13,8 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 HUGE_PAGE_BYTES = 2 << 20
 """With small pages of more than 4 KiB, as on some ARM machines, huge pages are larger: there, memory has none."""
@@ -58,21 +60,43 @@ def make_memory(name: str, nbytes: int) -> int:
     return fd
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedMemory:
+    """Memory whose first `nbytes` are mapped at an offset, a multiple of a huge page, from the begin of a range."""
+
+    fd: int
+    nbytes: int
+    offset_bytes: int = 0
+
+
 def map_memory(fd: int, nbytes: int) -> memoryview:
     """Map the first `nbytes` of memory, readable and writable. The mapping ends with the last view of it.
 
     It begins at a multiple of a huge page: nowhere else can a process have huge pages of a file. Raises `OSError`.
     """
-    # Address space that nobody may touch, so that it counts as no memory; the mapping replaces its aligned part.
+    return map_memories([PlacedMemory(fd, nbytes)])
+
+
+def map_memories(memories: Sequence[PlacedMemory]) -> memoryview:
+    """Map memories into one range of addresses, readable and writable, as `map_memory` maps one.
+
+    They must not overlap. The range ends with the last of them; a process that touches the holes between them is
+    killed. Raises `OSError`.
+    """
+    assert all(memory.offset_bytes % HUGE_PAGE_BYTES == 0 for memory in memories)
+    nbytes = max(memory.offset_bytes + memory.nbytes for memory in memories)
+    # Address space that nobody may touch, so that it counts as no memory; the mappings replace parts of it.
     reserved_bytes = nbytes + HUGE_PAGE_BYTES
     reserved = _map(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-    address = reserved + -reserved % HUGE_PAGE_BYTES
-    memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    # The memory stays mapped while the interpreter ends, because a thread may still use it.
-    weakref.finalize(memory, _LIBC.munmap, reserved, reserved_bytes).atexit = False
-    _map(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
-    _advise(address, nbytes, mmap.MADV_HUGEPAGE)  # the kernel may have none
-    return memoryview(memory).cast("B")
+    begin = reserved + -reserved % HUGE_PAGE_BYTES
+    whole = (ctypes.c_ubyte * nbytes).from_address(begin)
+    # The memories stay mapped while the interpreter ends, because a thread may still use them.
+    weakref.finalize(whole, _LIBC.munmap, reserved, reserved_bytes).atexit = False
+    for memory in memories:
+        address = begin + memory.offset_bytes
+        _map(address, memory.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, memory.fd)
+        _advise(address, memory.nbytes, mmap.MADV_HUGEPAGE)  # the kernel may have none
+    return memoryview(whole).cast("B")
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:

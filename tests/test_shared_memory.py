@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swiftkv.shared_memory import HUGE_PAGE_BYTES, address_of, make_memory, map_memory
+from swiftkv.shared_memory import HUGE_PAGE_BYTES, PlacedMemory, address_of, make_memory, map_memories, map_memory
 from tests.support.mappings import mappings
 
 LARGE_BYTES = 64 << 30  # none of it is touched
@@ -59,6 +59,23 @@ def test_what_cannot_be_mapped_is_an_error_and_leaves_nothing() -> None:
         map_memory(fd, LARGE_BYTES)
     os.close(fd)
     assert address_space_bytes() < before_bytes + LARGE_BYTES // 2
+
+
+def test_memories_lie_in_one_range_with_holes_that_nobody_may_touch() -> None:
+    before_bytes = address_space_bytes()
+    one, other = make_memory("one", 5), make_memory("other", HUGE_PAGE_BYTES)
+    memory = map_memories([PlacedMemory(one, 5), PlacedMemory(other, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES)])
+    assert memory.nbytes == 4 * HUGE_PAGE_BYTES
+    memory[4], memory[-1] = 1, 2
+    assert os.pread(one, 1, 4) + os.pread(other, 1, HUGE_PAGE_BYTES - 1) == b"\1\2"
+    begin = address_of(memory)
+    hole = next(each for each in mappings() if each.begin <= begin + HUGE_PAGE_BYTES < each.end)
+    assert (hole.begin, hole.end) == (begin + os.sysconf("SC_PAGE_SIZE"), begin + 3 * HUGE_PAGE_BYTES)
+    assert hole.permissions == "---p"
+    os.close(one)
+    os.close(other)
+    del memory
+    assert address_space_bytes() <= before_bytes + HUGE_PAGE_BYTES
 
 
 def address_space_bytes() -> int:

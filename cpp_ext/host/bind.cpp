@@ -170,6 +170,7 @@ NB_MODULE(_host, m) {
         // These keep the GIL: they take less time than a thread may have to wait to get it back.
         .def(
             "unpin", [](Mapped& self, const std::vector<uint32_t>& chunks) { self->unpin(chunks); }, "chunks"_a)
+        .def("give_back", [](Mapped& self) { self->give_back(); })
         .def(
             "headers",
             [](Mapped& self, const std::vector<uint32_t>& chunks) {

@@ -214,8 +214,14 @@ HostMemory::HostMemory(std::span<std::byte> memory, uint32_t member)
 }
 
 HostMemory::~HostMemory() {
+    give_back();
+}
+
+void HostMemory::give_back() {
+    const std::lock_guard local_lock(local_mutex_);
     for (uint32_t i = 0; i < local_.size(); ++i) {
         if (local_[i].num_pins == 0) continue;
+        local_[i].num_pins = 0;
         pins(i + 1).fetch_and(~own_bit());
         count_own_pins(-1);
     }

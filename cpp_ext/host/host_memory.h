@@ -90,6 +90,8 @@ class HostMemory {
 
     // These never wait for another process.
     void unpin(std::span<const uint32_t> chunks);
+    // Gives back the pins that are left.
+    void give_back();
     // The headers of pinned objects; none for an object that this process wrote or verified since it was written.
     std::vector<std::optional<std::span<const std::byte>>> headers(std::span<const uint32_t> chunks);
     void note_verified(std::span<const uint32_t> chunks);

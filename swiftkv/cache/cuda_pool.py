@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out, pool_bytes_of
-from swiftkv.cache.pool import Pool, region_view
+from swiftkv.cache.pool import Pool, SharedHostMemory, region_view
 from swiftkv.errors import NoRoomError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, DeviceMemory
 
@@ -32,6 +32,14 @@ class CudaPool:
             ) from error
         self.tensor: torch.Tensor = self._memory.tensor()  # uint8 [nbytes]
 
+    @property
+    def host_blocks(self) -> None:
+        """No host memory lies beside memory of a device."""
+
+    @property
+    def host_memory(self) -> None:
+        """No host memory lies beside memory of a device."""
+
     def identity(self) -> tuple[()]:
         """Return nothing: memory of a device has no descriptor."""
         return ()
@@ -39,6 +47,10 @@ class CudaPool:
     def region_tensor(self, index: int) -> torch.Tensor:
         """Return group `index`'s bytes as uint8 `[num_blocks, num_layers, layer_block_bytes]`, a view."""
         return region_view(self.tensor, self.regions[index])
+
+    def attended_tensor(self, index: int) -> torch.Tensor:
+        """Return all that kernels may attend to as group `index`'s layer blocks: its region, flat."""
+        return self.region_tensor(index).view(-1)
 
     def fill_ahead(self) -> None:
         """Do nothing: memory of a device is backed when it is allocated."""
@@ -49,9 +61,16 @@ class CudaPool:
 
 
 def allocate_pool(
-    groups: Sequence[tuple[KVGroup, int]], device: torch.device, name: str = "pool", shares_extents: bool = False
+    groups: Sequence[tuple[KVGroup, int]],
+    device: torch.device,
+    name: str = "pool",
+    shares_extents: bool = False,
+    host: SharedHostMemory | None = None,
 ) -> Pool | CudaPool:
-    """Allocate the pool of an engine that runs on `device`. Raises `NoRoomError` or `OSError` without room."""
+    """Allocate the pool of an engine that runs on `device`. Only a pool on the CPU has `host` beside it.
+
+    Raises `NoRoomError` or `OSError` without room.
+    """
     if device.type == "cuda":
         return CudaPool(groups, device, shares_extents)
-    return Pool(groups, name, shares_extents)
+    return Pool(groups, name, shares_extents, host)

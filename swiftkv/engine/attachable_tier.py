@@ -14,8 +14,9 @@ import msgspec
 from swiftkv._core import Scheduler
 from swiftkv.engine.messages import AttachStorage, DetachStorage, EngineConfig, StorageChanged
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_storage
+from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_host_pins, open_storage
 from swiftkv.errors import SwiftkvError
+from swiftkv.models.batch import Int32Array
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.wakeup import Wakeup
 
@@ -51,6 +52,7 @@ class AttachableTier(Tier):
         self._runner = runner
         self._scheduler = scheduler
         self._groups = [region.group for region in runner.pool.regions]
+        self._host = open_host_pins(runner, config.storage)
         self._tier = Tier()
         self._change: _Opening | _Leaving | None = None  # the change in progress
         self._stuck: list[StorageTier] = []  # closed, but a read has not returned
@@ -91,6 +93,8 @@ class AttachableTier(Tier):
     def before_step(self) -> None:
         self._go_on()
         self._tier.before_step()
+        if self._host is not None:
+            self._host.before_step(self._scheduler)
 
     def added(self, request_id: int) -> None:
         self._tier.added(request_id)
@@ -98,8 +102,8 @@ class AttachableTier(Tier):
     def why_less(self, request_id: int) -> LoadStop | None:
         return self._tier.why_less(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
-        return self._tier.admitted(request_id, cached_tokens)
+    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
+        return self._tier.admitted(request_id, cached_tokens, host_blocks)
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         return self._tier.met(request_id, first, end)
@@ -148,6 +152,8 @@ class AttachableTier(Tier):
     def close(self) -> None:
         """Close storage. A change in progress ends with the process."""
         self._tier.close()
+        if self._host is not None:
+            self._host.close()
         self.wakeup.close()
 
     def _can_begin(self, change_id: int, *, has_storage: bool) -> bool:
@@ -249,7 +255,7 @@ class AttachableTier(Tier):
         return _Work("storage opening", self._opener(spec), self.wakeup.wake)
 
     def _opener(self, spec: TierSpec) -> Callable[[], OpenStorage]:
-        return lambda: open_storage(spec, self._groups, self._runner)
+        return lambda: open_storage(spec, self._groups, self._runner, self._host)
 
     def _tier_of(self, opened: OpenStorage) -> StorageTier:
         return StorageTier(

@@ -404,7 +404,7 @@ class Engine:
         self._finish_steps()
         groups = self._scheduler.stats().groups
         self._scheduler.reset_prefix_cache()
-        return sum(group.cached + group.borrowed_cached for group in groups)
+        return sum(group.cached + group.borrowed_cached + group.host_cached for group in groups)
 
     def _add(self, message: AddRequest) -> None:
         try:
@@ -559,11 +559,12 @@ class Engine:
     def _newly_admitted(self, plan: StepPlan) -> list[Admitted]:
         admitted = []
         borrowed = np.split(plan.new_borrowed_blocks, plan.new_borrowed_starts[1:-1])
-        found = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), borrowed, strict=True)
-        for request_id, cached_tokens, borrowed_blocks in found:
+        in_host = np.split(plan.new_host_blocks, plan.new_host_starts[1:-1])
+        found = zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), borrowed, in_host, strict=True)
+        for request_id, cached_tokens, borrowed_blocks, host_blocks in found:
             outcome = self._tier.why_less(request_id)
             self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
-            loaded = self._tier.admitted(request_id, cached_tokens)
+            loaded = self._tier.admitted(request_id, cached_tokens, host_blocks)
             elsewhere = hits_elsewhere(loaded, borrowed_blocks, self._config.block_size)
             self._statistics.count_hits(cached_tokens, in_peers=elsewhere.get("peer", 0))
             admitted.append(Admitted(request_id, cached_tokens, elsewhere))

@@ -17,9 +17,11 @@ import torch
 
 from swiftkv._core import GroupSpec
 from swiftkv.background import FOREGROUND, Background
-from swiftkv.cache.cuda_pool import allocate_pool
+from swiftkv.cache.cuda_pool import CudaPool, allocate_pool
 from swiftkv.cache.division import PoolDivision, SharedExtents, divide
-from swiftkv.cache.geometry import GroupRegion, KVGroup, blocks_for_tokens
+from swiftkv.cache.geometry import KVGroup, blocks_for_tokens
+from swiftkv.cache.host_blocks import HostBlocks, HostChunks
+from swiftkv.cache.pool import Pool, SharedHostMemory
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.expert_loads import ExpertLoads
 from swiftkv.engine.memory import kv_bytes_on_host
@@ -36,6 +38,7 @@ from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.registry import read_config
 from swiftkv.models.rope import table_digest
 from swiftkv.progress import PROGRESS
+from swiftkv.storage.host_medium import HostMedium
 from swiftkv.tier.reach import Reach, reach_of
 from swiftkv.transport.base import DevicePool, HostMemory, PeerHandle, SharedPool, Transport
 from swiftkv.transport.fence import Fence
@@ -92,9 +95,10 @@ class ModelRunner:
             self.device,
             name=config.name,
             shares_extents=isinstance(division, SharedExtents),
+            host=_host_memory(config) if communicator.size == 1 else None,
         )
-        self.group_specs = _group_specs(groups, self.pool.regions, division)
-        self._regions = [self.pool.region_tensor(index).view(-1) for index in range(len(groups))]
+        self.group_specs = _group_specs(groups, self.pool, division)
+        self._regions = [self.pool.attended_tensor(index) for index in range(len(groups))]
         self.decode_graphs = self._capture_graphs()
         self.transport = _open_transport(config, self.pool, groups)
         """Copies between our pool and the pools of lenders; `None` without lenders in the configuration."""
@@ -330,7 +334,17 @@ def _set_up(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def _group_specs(groups: Sequence[KVGroup], regions: Sequence[GroupRegion], division: PoolDivision) -> list[GroupSpec]:
+def _host_memory(config: EngineConfig) -> SharedHostMemory | None:
+    """Return the host memory below an engine's pool, if there is any. Raises `OSError` if it cannot be mapped."""
+    if config.storage is None or config.storage.host_fd is None:
+        return None
+    medium = HostMedium.of(config.storage.host_fd, config.storage.host_member)
+    chunks = HostChunks(medium.chunks_offset_bytes, medium.chunk_bytes, medium.num_chunks)
+    return SharedHostMemory(config.storage.host_fd, medium.memory.nbytes, chunks)
+
+
+def _group_specs(groups: Sequence[KVGroup], pool: Pool | CudaPool, division: PoolDivision) -> list[GroupSpec]:
+    host = pool.host_blocks or HostBlocks(group=-1, first=0, stride=1, count=0)
     return [
         GroupSpec(
             num_layers=group.num_layers,
@@ -339,8 +353,11 @@ def _group_specs(groups: Sequence[KVGroup], regions: Sequence[GroupRegion], divi
             layer_block_bytes=group.layer_block_bytes,
             base_offset_bytes=region.base_offset_bytes,
             blocks_per_extent=division.blocks_per_extent(i),
+            host_first=host.first if i == host.group else 0,
+            host_stride=host.stride if i == host.group else 1,
+            num_host_blocks=host.count if i == host.group else 0,
         )
-        for i, (group, region) in enumerate(zip(groups, regions, strict=True))
+        for i, (group, region) in enumerate(zip(groups, pool.regions, strict=True))
     ]
 
 

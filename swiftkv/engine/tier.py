@@ -18,6 +18,7 @@ from swiftkv._host import LockTimeout
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
+from swiftkv.models.batch import Int32Array
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import SealedBackend
@@ -25,13 +26,14 @@ from swiftkv.storage.host_medium import HostMedium
 from swiftkv.storage.levels import Level, Levels
 from swiftkv.storage.registry import open_backend
 from swiftkv.storage_options import parse_storage
+from swiftkv.tier.host_pins import HostPins
 from swiftkv.tier.keys import ObjectKeys, split_keys
 from swiftkv.tier.loader import Loader
 from swiftkv.tier.loads import Loads
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
 from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.reach import Reach
-from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
+from swiftkv.tier.stored_blocks import HOST_TIER, BlockName, StoredBlocks
 from swiftkv.tier.writer import Writer, queue_memory
 
 _CLOSE_PATIENCE_S = 2.0  # the longest wait for a thread to write its queue, or to return from a call
@@ -49,12 +51,13 @@ class Tier:
     def added(self, request_id: int) -> None:
         """Note that a request was added to the scheduler. Call before any of its prompt is computed."""
 
-    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
         """Note that a request began with `cached_tokens` tokens from the cache.
 
-        Return the tiers that the blocks loaded for it came from, by each block's index in the prompt.
+        Return the tiers of the blocks that were loaded for it, or are attended in host memory (`host_blocks`), by each
+        block's index in the prompt.
         """
-        return {}
+        return dict.fromkeys(host_blocks.tolist(), HOST_TIER)
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         """Note that a request skips blocks `first` to `end` of its prompt, because storage has loaded them meanwhile.
@@ -119,10 +122,17 @@ class StorageTier(Tier):
         self._lender_pools = lender_pools
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
-        stored = StoredBlocks(levels, keys)
+        stored = StoredBlocks(levels, keys, opened.host)
         self._loader = Loader(stored, reach, wake)
         self._loads = Loads(
-            spec, scheduler, self._loader, LoadPlanner(), groups=groups, reach=reach, max_num_seqs=max_num_seqs
+            spec,
+            scheduler,
+            self._loader,
+            LoadPlanner(),
+            groups=groups,
+            reach=reach,
+            max_num_seqs=max_num_seqs,
+            host=opened.host,
         )
         self._writer = Writer(
             stored,
@@ -166,8 +176,8 @@ class StorageTier(Tier):
     def added(self, request_id: int) -> None:
         self._loads.consider(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
-        return self._loads.admitted(request_id, cached_tokens)
+    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
+        return self._loads.admitted(request_id, cached_tokens, host_blocks.tolist())
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         return self._loads.met(request_id, first, end)
@@ -317,10 +327,15 @@ class OpenStorage:
     keys: ObjectKeys
     reach: Reach
     queue: Tensor  # the memory of the writer
+    host: HostPins | None = None  # pins blocks of the first level, if steps attend to them there
 
 
-def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> OpenStorage:
+def open_storage(
+    spec: TierSpec, groups: list[KVGroup], runner: ModelRunner, host: HostPins | None = None
+) -> OpenStorage:
     """Open host memory and storage for a model. Takes long, because it reads all weights; may run in any thread.
+
+    `host` pins blocks in host memory, if the engine's steps attend to them there.
 
     Raises:
         ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory cannot be
@@ -332,13 +347,14 @@ def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> 
     queue = queue_memory(reach, spec.queue_bytes, max(group.block_bytes for group in groups))
     keys = ObjectKeys(groups, runner.weights_fingerprint(), runner.rounding, len(reach.pools))
     levels = []
-    name = "host"
-    if spec.host_fd is not None:
-        host = HostMedium.of(spec.host_fd, spec.host_member)
-        with suppress(LockTimeout):  # the first call that gets the lock does it then
-            host.release_member(spec.host_member, time.monotonic() + _LOCK_PATIENCE_S)
-        host.fill_ahead()
-        levels.append(Level("host", SealedBackend(GuardedMedium(host, Breaker()), keys.fingerprint)))
+    name = HOST_TIER
+    if spec.host_fd is None:
+        host = None
+    elif host is not None:
+        levels.append(Level(HOST_TIER, SealedBackend(host.guarded, keys.fingerprint)))
+    else:
+        medium = _begin(HostMedium.of(spec.host_fd, spec.host_member), spec.host_member)
+        levels.append(Level(HOST_TIER, SealedBackend(GuardedMedium(medium, Breaker()), keys.fingerprint)))
     if spec.backend is not None:
         options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))
         name = options.backend
@@ -346,7 +362,23 @@ def open_storage(spec: TierSpec, groups: list[KVGroup], runner: ModelRunner) -> 
             levels.append(Level("storage", open_backend(options, keys.fingerprint)))
         except ConfigError as error:
             raise ConfigError(f"tiers.storage.{error}") from error
-    return OpenStorage(spec, name, Levels(levels), keys, reach, queue)
+    return OpenStorage(spec, name, Levels(levels), keys, reach, queue, host)
+
+
+def open_host_pins(runner: ModelRunner, spec: TierSpec | None) -> HostPins | None:
+    """Return the object that pins blocks in host memory, if the runner's steps attend to them there."""
+    blocks, memory = runner.pool.host_blocks, runner.pool.host_memory
+    if blocks is None or memory is None or spec is None:
+        return None
+    return HostPins(_begin(HostMedium(memory, spec.host_member), spec.host_member), blocks.group)
+
+
+def _begin(medium: HostMedium, member: int) -> HostMedium:
+    """Have the kernel back host memory, and take away what an earlier process of this engine left behind in it."""
+    with suppress(LockTimeout):  # the first call that gets the lock does it then
+        medium.release_member(member, time.monotonic() + _LOCK_PATIENCE_S)
+    medium.fill_ahead()
+    return medium
 
 
 def _level_stats(level: Level, hit_tokens: int) -> LevelStats:

@@ -176,6 +176,13 @@ class GuardedMedium:
             if call.is_admitted:
                 self._medium.drop(keys)
 
+    def ask(self, question: Callable[[], T], deadline_s: float, otherwise: T) -> T:
+        """Return the answer to a question that only this kind of medium has, or `otherwise` if it cannot answer."""
+        with _Call(self, deadline_s) as call:
+            if call.is_admitted:
+                return question()
+        return otherwise
+
     def usage(self) -> Usage | None:
         """Return the size of the medium; `None` if it is not known."""
         with _Call(self, self.clock() + HUNG_S) as call:

@@ -40,6 +40,13 @@ def verify(header: memoryview, fingerprint: bytes, key: bytes, block: memoryview
     return Status.OK if owner == fingerprint else Status.MISSING
 
 
+def drop_corrupt(medium: GuardedMedium, keys: Sequence[bytes], statuses: Sequence[Status]) -> None:
+    """Drop the blocks that were found corrupt."""
+    if corrupt := [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]:
+        _log.warning("dropped %d corrupt blocks, the first %s", len(corrupt), corrupt[0].hex())
+        medium.drop(corrupt)
+
+
 def _checksum(named: bytes, block: memoryview) -> int:
     """Return a hash of the block that depends on the header before it."""
     return xxhash.xxh3_64_intdigest(block, xxhash.xxh3_64_intdigest(named))
@@ -82,9 +89,7 @@ class SealedBackend:
             verify(header, self._fingerprint, key, block) if status is Status.OK else status
             for key, (header, block), status in zip(keys, parts, told, strict=True)
         ]
-        if corrupt := [key for key, status in zip(keys, statuses, strict=True) if status is Status.CORRUPT]:
-            _log.warning("dropped %d corrupt blocks, the first %s", len(corrupt), corrupt[0].hex())
-            self._medium.drop(corrupt)
+        drop_corrupt(self._medium, keys, statuses)
         return statuses
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:

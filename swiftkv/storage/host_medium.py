@@ -143,6 +143,10 @@ class HostMedium:
         """Give back one pin of each chunk. Waits for no other process."""
         self._memory.unpin(chunks)
 
+    def give_back(self) -> None:
+        """Give back all pins of this object that are left. Waits for no other process."""
+        self._memory.give_back()
+
     def headers(self, chunks: Sequence[int]) -> list[bytes | None]:
         """Return the headers of pinned objects; `None` for one that this process has written or verified."""
         return self._memory.headers(chunks)

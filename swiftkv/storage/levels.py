@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swiftkv.storage.backend import Status, StorageBackend
@@ -79,6 +79,12 @@ class Levels:
             for above in self.levels[:depth]:
                 above.backend.put([keys[i] for i in read], [into[i] for i in read], deadline_s)
         return statuses, tiers
+
+    def count_gets(self, tier: str, statuses: Iterable[Status]) -> None:
+        """Count blocks that were used in a level where they lie, or should have been."""
+        for level in self.levels:
+            if level.tier == tier:
+                level.gets.update(statuses)
 
     def put(self, keys: Sequence[bytes], sources: Sequence[memoryview], deadline_s: float) -> list[Status]:
         """Write blocks to every level, sealed once. The statuses are those of the last level."""

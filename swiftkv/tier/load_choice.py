@@ -71,6 +71,7 @@ class LoadChooser:
         self,
         prompt: WaitingPrompt,
         is_stored: npt.NDArray[np.uint8],
+        pinned: npt.NDArray[np.int32] | None = None,
         *,
         reading_bytes: int,
         may_compute: bool,
@@ -78,34 +79,53 @@ class LoadChooser:
     ) -> LoadChoice:
         """Return which blocks of a prompt storage should read.
 
-        `wait_complete` reads all that storage has, without asking the planner.
+        `wait_complete` reads all that storage has, without asking the planner. Blocks that are pinned in host memory
+        cost storage no time, so they are always worth it, if there are enough of them.
 
         Args:
             prompt: The prompt.
             is_stored: Whether storage has each block, [num_keys * groups].
+            pinned: The chunks of blocks that are pinned in host memory, -1 for others, [num_keys * groups]; `None` if
+                there are none.
             reading_bytes: The bytes that storage reads before, for other prompts.
             may_compute: Whether part of the prompt may be computed meanwhile, because that delays no other request.
             now_s: The time, on the monotonic clock.
         """
-        length = self._scheduler.loadable(prompt.request_id, is_stored, prompt.num_keys)
-        num_tokens = (length - prompt.num_usable) * self._block_size
-        if num_tokens < self._spec.prefetch_threshold:
+        length = self._scheduler.loadable(prompt.request_id, is_stored, prompt.num_keys, pinned)
+        if not self._is_enough(length - prompt.num_usable):
             return LoadChoice(None)
         if self._spec.prefetch_policy == "wait_complete":
             return LoadChoice(Stretch(0, length))
-        if may_compute and (first := self._first_of_back(prompt, length, reading_bytes)):
-            return LoadChoice(Stretch(first, length))
-        num_bytes = self._load_bytes(prompt.num_usable, length)
-        compute_s = self._compute_s(prompt, 0, length - prompt.num_usable)
+        copies = _Copies(self._groups, is_stored, pinned, self._num_ranks)
+        if not copies.num_bytes(prompt.num_usable, length):
+            return LoadChoice(Stretch(0, length))
+        attended = self._num_attended(prompt, pinned, length)
+        if attended == prompt.num_usable and may_compute:
+            first = self._first_of_back(prompt, length, copies, reading_bytes)
+            if first is not None:
+                return LoadChoice(Stretch(first, length))
+        num_bytes = copies.num_bytes(attended, length)
+        compute_s = self._compute_s(prompt, attended - prompt.num_usable, length - prompt.num_usable)
         if self._planner.is_worth_loading(num_bytes, reading_bytes, compute_s):
             return LoadChoice(Stretch(0, length))
         if not self._planner.begins_trial(now_s):
-            return LoadChoice(None, is_declined=True)
-        shorter = min(length, prompt.num_usable + ceil_div(self._spec.prefetch_threshold, self._block_size))
-        usable = self._scheduler.loadable(prompt.request_id, is_stored, shorter)
-        return LoadChoice(Stretch(0, usable if usable > prompt.num_usable else length), is_declined=True)
+            is_enough = self._is_enough(attended - prompt.num_usable)
+            return LoadChoice(Stretch(0, attended) if is_enough else None, is_declined=True)
+        shorter = min(length, attended + ceil_div(self._spec.prefetch_threshold, self._block_size))
+        usable = self._scheduler.loadable(prompt.request_id, is_stored, shorter, pinned)
+        return LoadChoice(Stretch(0, usable if usable > attended else length), is_declined=True)
 
-    def _first_of_back(self, prompt: WaitingPrompt, length: int, reading_bytes: int) -> int | None:
+    def _is_enough(self, num_blocks: int) -> bool:
+        return num_blocks * self._block_size >= self._spec.prefetch_threshold
+
+    def _num_attended(self, prompt: WaitingPrompt, pinned: npt.NDArray[np.int32] | None, length: int) -> int:
+        """Return how many leading blocks the prompt could use without any copy, at least those usable on arrival."""
+        if pinned is None:
+            return prompt.num_usable
+        is_pinned = (pinned >= 0).astype(np.uint8)
+        return max(prompt.num_usable, self._scheduler.loadable(prompt.request_id, is_pinned, length, pinned))
+
+    def _first_of_back(self, prompt: WaitingPrompt, length: int, copies: _Copies, reading_bytes: int) -> int | None:
         """Return the first block to load if the blocks before it should be computed at the same time.
 
         `None` if loading or computing all blocks is as good.
@@ -115,11 +135,11 @@ class LoadChooser:
         num_blocks = length - prompt.num_usable
         num_computed = self._planner.num_to_compute(
             num_blocks,
-            lambda count: self._load_bytes(prompt.num_usable + count, length),
+            lambda count: copies.num_bytes(prompt.num_usable + count, length),
             reading_bytes,
             lambda count: self._compute_s(prompt, 0, count),
         )
-        if num_computed is None or (num_blocks - num_computed) * self._block_size < self._spec.prefetch_threshold:
+        if num_computed is None or not self._is_enough(num_blocks - num_computed):
             return None
         return prompt.num_usable + num_not_loaded(
             num_computed, lambda begin, end: self._compute_s(prompt, begin, end) or 0.0
@@ -134,9 +154,30 @@ class LoadChooser:
             (prompt.num_usable + begin) * self._block_size, (prompt.num_usable + end) * self._block_size
         )
 
-    def _load_bytes(self, begin: int, end: int) -> int:
+
+class _Copies:
+    """The blocks of a prompt that storage would copy to the pool."""
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        is_stored: npt.NDArray[np.uint8],
+        pinned: npt.NDArray[np.int32] | None,
+        num_ranks: int,
+    ) -> None:
+        is_copied = is_stored > 0 if pinned is None else (is_stored > 0) & (pinned < 0)
+        self._groups = groups
+        self._num_ranks = num_ranks
+        self._num_before = np.zeros((len(is_stored) // len(groups) + 1, len(groups)), np.int64)
+        np.cumsum(is_copied.reshape(-1, len(groups)), axis=0, out=self._num_before[1:])
+
+    def num_bytes(self, begin: int, end: int) -> int:
         """Return the bytes of the blocks from `begin` on that a prefix of `end` blocks needs, of all ranks."""
-        return self._num_ranks * sum(num_needed(group, begin, end) * group.block_bytes for group in self._groups)
+        return self._num_ranks * sum(
+            int(self._num_before[end, index] - self._num_before[end - num_needed(group, begin, end), index])
+            * group.block_bytes
+            for index, group in enumerate(self._groups)
+        )
 
 
 def num_needed(group: KVGroup, begin: int, end: int) -> int:

@@ -14,13 +14,14 @@ from swiftkv._core import Scheduler
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status
 from swiftkv.tier.expected_hits import ExpectedHits
+from swiftkv.tier.host_pins import HostPins, SearchPins
 from swiftkv.tier.keys import split_keys
 from swiftkv.tier.load_choice import LoadChooser, Stretch, WaitingPrompt, num_needed
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.messages import LoadStop, TierSpec
 from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.reach import Reach, Span
-from swiftkv.tier.stored_blocks import BlockName
+from swiftkv.tier.stored_blocks import HOST_TIER, BlockName
 
 _LONGEST_WAIT_S = 60.0
 """The longest wait for storage, even with `wait_complete`. After it, the prompt is computed."""
@@ -65,11 +66,17 @@ class _Wait:
 
     prompt: WaitingPrompt
     deadline_s: float  # monotonic
+    pins: SearchPins | None  # the blocks that are pinned for it in host memory; given back with the wait's end
     state: _Searching | _WithoutRoom | _Loading
 
     @property
     def request_id(self) -> int:
         return self.prompt.request_id
+
+    @property
+    def pinned(self) -> npt.NDArray[np.int32] | None:
+        """The chunks that are pinned for it, -1 where there is none: [num_keys * groups]."""
+        return None if self.pins is None else self.pins.chunks
 
     @property
     def computes_front(self) -> bool:
@@ -101,13 +108,17 @@ class Loads:
         groups: Sequence[KVGroup],
         reach: Reach,
         max_num_seqs: int,
+        host: HostPins | None = None,
     ) -> None:
+        """`host` is there if steps attend to blocks in host memory, one of the places that the loader searches."""
         self._spec = spec
         self._scheduler = scheduler
         self._loader = loader
         self._planner = planner
         self._groups = groups
         self._reach = reach
+        self._pool_bytes = reach.pools[0].nbytes
+        self._host = host
         self._max_num_seqs = max_num_seqs
         self._block_size = groups[0].block_size
         self._chooser = LoadChooser(spec, scheduler, planner, groups=groups, num_ranks=len(reach.pools))
@@ -115,7 +126,8 @@ class Loads:
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, ExpectedHits] = {}  # by request
         self._turn = 0  # rotates the requests whose loads find no room: see `_try_again`
-        self._reading_bytes = 0  # all bytes of loads that have not ended
+        self._num_reading = 0  # all targets of loads that have not ended
+        self._copying_bytes = 0  # the bytes of theirs that are copied
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than storage had
         self.failures: Counter[Status] = Counter()
         self.hit_tokens: Counter[str] = Counter()  # by tier
@@ -132,7 +144,7 @@ class Loads:
     @property
     def is_reading(self) -> bool:
         """Whether a request waits, or blocks are being read: stores wait meanwhile. From any thread."""
-        return self._reading_bytes > 0 or len(self._waits) > 0
+        return self._num_reading > 0 or len(self._waits) > 0
 
     def next_deadline_s(self) -> float | None:
         """Return the time, on the monotonic clock, at which the next request stops waiting at the latest."""
@@ -152,9 +164,10 @@ class Loads:
             return
         cells = np.flatnonzero(is_resident == 0)
         deadline_s = now_s + self._patience_s(num_missing)
-        search = Search(request_id, block_keys, len(self._groups), cells, deadline_s)
+        pins = None if self._host is None else self._host.search(len(is_resident))
+        search = Search(request_id, block_keys, len(self._groups), cells, deadline_s, pins)
         prompt = WaitingPrompt(request_id, num_keys, num_usable)
-        self._waits[request_id] = _Wait(prompt, deadline_s, _Searching(search))
+        self._waits[request_id] = _Wait(prompt, deadline_s, pins, _Searching(search))
         self._scheduler.hold(request_id)
         self._loader.submit(search)
 
@@ -201,13 +214,17 @@ class Loads:
         if wait := self._waits.get(request_id):
             self._give_up(wait)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Sequence[int] = ()) -> dict[int, str]:
         """Note that a request began with `cached_tokens` tokens from the cache.
 
-        Return the tiers of the blocks that were loaded for it, by index in the prompt.
+        Return the tiers of the blocks that were loaded for it, or are attended in host memory (`host_blocks`), by index
+        in the prompt.
         """
         self.why_less.pop(request_id, None)
         tiers = self._take_hits(request_id, 0, cached_tokens // self._block_size)
+        were_there = [index for index in host_blocks if index not in tiers]
+        self.hit_tokens[HOST_TIER] += len(were_there) * self._block_size
+        tiers |= dict.fromkeys(were_there, HOST_TIER)
         if request_id in self._expected and not self._expected[request_id].is_back:
             del self._expected[request_id]
         return tiers
@@ -258,25 +275,26 @@ class Loads:
             return
         is_stored = np.zeros(wait.prompt.num_keys * len(self._groups), np.uint8)
         is_stored[search.cells] = np.array(search.found, np.uint8)
-        stretch = self._stretch_worth_loading(wait.prompt, is_stored)
+        stretch = self._stretch_worth_loading(wait, is_stored)
         if stretch is None:
             self._let_go(wait)
             return
         wait.state = _WithoutRoom(is_stored, stretch)
         self._begin(wait, wait.state)
 
-    def _stretch_worth_loading(self, prompt: WaitingPrompt, is_stored: npt.NDArray[np.uint8]) -> Stretch | None:
+    def _stretch_worth_loading(self, wait: _Wait, is_stored: npt.NDArray[np.uint8]) -> Stretch | None:
         choice = self._chooser.choose(
-            prompt,
+            wait.prompt,
             is_stored,
-            reading_bytes=self._reading_bytes,
+            wait.pinned,
+            reading_bytes=self._copying_bytes,
             # If other requests wait, computing would delay them, and a load does not.
             may_compute=len(self._waits) == 1 and self._only_held_requests_wait(),
             now_s=time.monotonic(),
         )
         if choice.is_declined:
             self.num_declined += 1
-            self.why_less[prompt.request_id] = "declined"
+            self.why_less[wait.request_id] = "declined"
         return choice.stretch
 
     def _begin(self, wait: _Wait, blocked: _WithoutRoom) -> bool:
@@ -285,17 +303,18 @@ class Loads:
         Return false if there is no room, and the request goes on waiting.
         """
         begin, is_back = blocked.stretch.begin, blocked.stretch.is_back
-        length = self._scheduler.loadable(wait.request_id, blocked.is_stored, blocked.stretch.end)
+        length = self._scheduler.loadable(wait.request_id, blocked.is_stored, blocked.stretch.end, wait.pinned)
         block_keys, is_resident, num_usable = self._scheduler.look_up(wait.request_id)
         if length <= num_usable or self._is_here(is_resident, begin, length):
             self._let_go(wait)
             return True
-        targets = self._take_blocks(wait.request_id, block_keys, Stretch(begin, length))
+        targets = self._take_blocks(wait, block_keys, Stretch(begin, length))
         if not targets:
             return False
         load = Load(wait.request_id, targets, wait.deadline_s, self._reach.fence())
         wait.state = _Loading(load, is_back, unread=dict.fromkeys(targets))
-        self._reading_bytes += _num_bytes(targets)
+        self._num_reading += len(targets)
+        self._copying_bytes += _copied_bytes(targets)
         self._expected[wait.request_id] = ExpectedHits(wait.prompt.num_usable, length, is_back)
         self.num_loads += 1
         self._loader.submit(load)
@@ -304,13 +323,17 @@ class Loads:
             self._scheduler.meet(wait.request_id, length)
         return True
 
-    def _take_blocks(self, request_id: int, block_keys: bytes, stretch: Stretch) -> list[Target]:
-        """Take blocks of the pool for a stretch, and return them in the order of reading; none if there is no room.
+    def _take_blocks(self, wait: _Wait, block_keys: bytes, stretch: Stretch) -> list[Target]:
+        """Take blocks for a stretch, and return them in the order of reading; none if there is no room.
+
+        Blocks that are pinned in host memory are taken there, with their pins, and the others in the pool.
 
         Tails of windows are read first, because without them the rest is of no use, then blocks from the first to the
         last. If the front is computed meanwhile, all blocks are read from the last to the first.
         """
-        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(request_id, stretch.end, stretch.begin)
+        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(
+            wait.request_id, stretch.end, stretch.begin, wait.pinned
+        )
         if not len(blocks):
             return []
         if stretch.is_back:
@@ -320,9 +343,20 @@ class Loads:
         keys = list(split_keys(block_keys))
         rows = zip(*(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True)
         return [
-            Target(BlockName(keys[index], group), index, block, self._span_at(offset, group))
+            Target(
+                BlockName(keys[index], group),
+                index,
+                block,
+                self._span_at(offset, group),
+                self._take_over(wait, index * len(self._groups) + group) if offset >= self._pool_bytes else None,
+            )
             for index, group, block, offset in rows
         ]
+
+    def _take_over(self, wait: _Wait, cell: int) -> int:
+        """Note that the scheduler has taken over the pin of a block, and return its chunk."""
+        assert wait.pins is not None
+        return wait.pins.hand_over(cell)
 
     def _is_here(self, is_resident: npt.NDArray[np.uint8], first: int, length: int) -> bool:
         """Return whether the pool has all blocks that a prefix of `length` blocks needs from block `first` on."""
@@ -336,16 +370,16 @@ class Loads:
 
     def _read(self, part: PartRead) -> None:
         num_read = part.num_read
-        read_bytes = _num_bytes(part.targets[:num_read])
+        copied_bytes = _copied_bytes(part.targets[:num_read])
         self._end(part.targets[:num_read], is_loaded=True)
         self._end(part.targets[num_read:], is_loaded=False)
         if expected := self._expected.get(part.load.request_id):
             expected.tiers.update((target.index, tier) for target, tier in zip(part.targets, part.tiers, strict=False))
         self.loaded_blocks += num_read
-        self.loaded_bytes += read_bytes
+        self.loaded_bytes += copied_bytes
         self.failures.update(status for status in part.statuses if status is not None and status is not Status.OK)
-        if any(status in (Status.OK, Status.LATE) for status in part.statuses):
-            self._planner.note_read(read_bytes, part.took_s, time.monotonic())
+        if part.has_copied:
+            self._planner.note_read(copied_bytes, part.copying_s, time.monotonic())
         wait = self._waits.get(part.load.request_id)
         if wait is None or not isinstance(wait.state, _Loading) or wait.state.load is not part.load:
             return
@@ -359,7 +393,8 @@ class Loads:
     def _end(self, targets: Sequence[Target], is_loaded: bool) -> None:
         if targets:
             self._scheduler.end_load(*_arrays(targets), is_loaded)
-            self._reading_bytes -= _num_bytes(targets)
+            self._num_reading -= len(targets)
+            self._copying_bytes -= _copied_bytes(targets)
 
     def _give_up(self, wait: _Wait) -> None:
         """Stop waiting for storage. Blocks that it may be reading into stay taken until the read ends."""
@@ -374,6 +409,8 @@ class Loads:
         self._let_go(wait)
 
     def _let_go(self, wait: _Wait) -> None:
+        if wait.pins is not None:
+            wait.pins.give_back()
         del self._waits[wait.request_id]
         self._scheduler.let_go(wait.request_id)
 
@@ -384,5 +421,5 @@ def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArr
     return groups, np.array([target.block for target in targets], np.int32)
 
 
-def _num_bytes(targets: Sequence[Target]) -> int:
-    return sum(target.span.num_bytes for target in targets)
+def _copied_bytes(targets: Sequence[Target]) -> int:
+    return sum(target.num_copied_bytes for target in targets)

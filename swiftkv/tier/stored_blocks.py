@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from swiftkv.storage.backend import Status
 from swiftkv.storage.levels import Levels
+from swiftkv.tier.host_pins import HostPins, SearchPins
 from swiftkv.tier.keys import ObjectKeys
 
 T = TypeVar("T")
+
+HOST_TIER = "host"
+"""The tier of host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,9 @@ class StoredBlocks:
     One process does this for all ranks, so they need not agree on what storage has.
     """
 
-    def __init__(self, levels: Levels, keys: ObjectKeys) -> None:
+    def __init__(self, levels: Levels, keys: ObjectKeys, host: HostPins | None = None) -> None:
+        """`host` pins blocks of one of these levels, host memory, if steps attend to blocks there."""
+        self.host = host
         self._levels = levels
         self._keys = keys
         self._depths = {level.tier: depth for depth, level in enumerate(levels.levels)}
@@ -40,6 +49,19 @@ class StoredBlocks:
         """Return for each block whether all of its parts are there."""
         found = self._levels.exists(self._objects(names), deadline_s)
         return [all(parts) for parts in self._by_block(found)]
+
+    def pin(
+        self, pins: SearchPins, cells: npt.NDArray[np.int64], names: Sequence[BlockName], deadline_s: float
+    ) -> npt.NDArray[np.bool_]:
+        """Pin the blocks of a search's cells in host memory, and return which are pinned."""
+        return pins.take(cells, self._objects(names), deadline_s)
+
+    def verify(self, names: Sequence[BlockName], chunks: Sequence[int]) -> tuple[list[Status], str]:
+        """Return the statuses of blocks that are pinned in these chunks of host memory, and their tier."""
+        assert self.host is not None
+        statuses = self.host.verify(self._objects(names), chunks, self._keys.fingerprint)
+        self._levels.count_gets(HOST_TIER, statuses)
+        return statuses, HOST_TIER
 
     def get(
         self, names: Sequence[BlockName], into: Sequence[RankParts], deadline_s: float

@@ -12,9 +12,10 @@ import sys
 import pytest
 import torch
 
-from swiftkv.cache.geometry import KVGroup
-from swiftkv.cache.pool import Pool
-from swiftkv.shared_memory import HUGE_PAGE_BYTES, can_have_huge_pages
+from swiftkv.cache.geometry import GroupRegion, KVGroup, lay_out
+from swiftkv.cache.host_blocks import HostChunks, place_beside
+from swiftkv.cache.pool import Pool, SharedHostMemory
+from swiftkv.shared_memory import HUGE_PAGE_BYTES, address_of, can_have_huge_pages, fill_ahead, make_memory, map_memory
 from swiftkv.transport.base import HostMemory
 from swiftkv.transport.shm import map_peer_memory
 from tests.support.mappings import mapping_of
@@ -118,3 +119,88 @@ def test_a_second_process_maps_it_and_kill_leaves_nothing() -> None:
     assert peer.view(5, -1)[4].eq(5).all()  # a peer's mapping outlives the owner
     assert os.fstat(peer_fd).st_nlink == 0  # and has no name anywhere
     os.close(peer_fd)
+
+
+def test_host_memory_lies_behind_the_pool_in_its_own_blocks() -> None:
+    host_bytes = 3 * HUGE_PAGE_BYTES
+    fd = make_memory("test", host_bytes)
+    chunks = HostChunks(HUGE_PAGE_BYTES, FULL.block_bytes, 5)
+    pool = Pool([(WINDOWED, 4), (FULL, 7)], host=SharedHostMemory(fd, host_bytes, chunks))
+    blocks, host = pool.host_blocks, pool.host_memory
+    assert blocks is not None
+    assert host is not None
+    assert (blocks.group, blocks.stride, blocks.count, host.nbytes) == (1, FULL.num_layers, 5, host_bytes)
+    elsewhere = map_memory(fd, host_bytes)
+    last = HUGE_PAGE_BYTES + 4 * FULL.block_bytes
+    elsewhere[last] = 7
+    assert host[last] == 7
+    attended = pool.attended_tensor(1)
+    assert attended.numel() == blocks.end * FULL.layer_block_bytes
+    assert attended[(blocks.first + 4 * blocks.stride) * FULL.layer_block_bytes] == 7
+    assert attended.data_ptr() == pool.region_tensor(1).data_ptr()
+    assert torch.equal(pool.attended_tensor(0), pool.region_tensor(0).view(-1))
+    assert pool.tensor.numel() == pool.nbytes
+    assert address_of(host) % HUGE_PAGE_BYTES == 0
+    os.close(fd)
+
+
+def test_host_memory_stays_mapped_as_long_as_a_view_of_it() -> None:
+    fd = make_memory("test", HUGE_PAGE_BYTES)
+    pool = Pool([(FULL, 7)], host=SharedHostMemory(fd, HUGE_PAGE_BYTES, HostChunks(0, FULL.block_bytes, 5)))
+    os.close(fd)
+    host = pool.host_memory
+    assert host is not None
+    del pool
+    host[-1] = 1
+    assert host[-1] == 1
+
+
+def places(regions: tuple[GroupRegion, ...], chunks: HostChunks, page_bytes: int, max_pages: int) -> list[int]:
+    """Return all offsets that serve, up to a number of pages, by trying each."""
+    (region,) = (region for region in regions if region.group.kind != "window")
+    pool_bytes = max(region.base_offset_bytes + region.nbytes for region in regions)
+    return [
+        offset
+        for offset in range(0, max_pages * page_bytes, page_bytes)
+        if offset >= pool_bytes
+        and (offset + chunks.offset_bytes - region.base_offset_bytes) % region.group.layer_block_bytes == 0
+    ]
+
+
+@pytest.mark.parametrize("heads", [1, 3, 7, 12])
+@pytest.mark.parametrize("offset_bytes", [0, 64, 4096, 3 * 4096])
+def test_the_place_of_host_memory_is_the_first_that_serves(heads: int, offset_bytes: int) -> None:
+    full = KVGroup((0, 1, 2), heads, 24, "bfloat16", 16)
+    windowed = KVGroup((3,), 1, 32, "float32", 16, kind="window", window=64)
+    for num_windowed in range(1, 5):
+        for order in ([(full, 5), (windowed, num_windowed)], [(windowed, num_windowed), (full, 5)]):
+            regions = lay_out(order)
+            chunks = HostChunks(offset_bytes, full.block_bytes, 9)
+            place = place_beside(regions, chunks, 4096)
+            tried = places(regions, chunks, 4096, 1000)
+            assert (None if place is None else place.offset_bytes) == (tried[0] if tried else None)
+
+
+def test_host_memory_has_no_place_if_its_chunks_are_no_blocks() -> None:
+    def place(*groups: KVGroup, chunk_bytes: int = FULL.block_bytes, num_chunks: int = 5) -> object:
+        return place_beside(lay_out([(group, 2) for group in groups]), HostChunks(0, chunk_bytes, num_chunks), 4096)
+
+    assert place(FULL)
+    assert place(WINDOWED, FULL)
+    assert not place(FULL, FULL)
+    assert not place(WINDOWED)
+    assert not place(FULL, chunk_bytes=FULL.block_bytes + 64)
+    assert not place(FULL, num_chunks=0)
+    assert not place(FULL, num_chunks=2**31 // FULL.num_layers)  # an entry would not be an int32
+    assert not place(KVGroup((0,), 4099, 16, "float32", 16), chunk_bytes=16 * 4099 * 32 * 4)  # it would be far away
+
+
+@pytest.mark.skipif(not can_have_huge_pages(), reason="the kernel has no huge pages for shared memory")
+def test_host_memory_beside_a_pool_has_huge_pages() -> None:
+    fd = make_memory("test", 4 * HUGE_PAGE_BYTES)
+    chunks = HostChunks(0, FULL.block_bytes, 4)
+    pool = Pool([(FULL, 3)], host=SharedHostMemory(fd, 4 * HUGE_PAGE_BYTES, chunks))
+    assert pool.host_memory is not None
+    fill_ahead(pool, pool.host_memory).join()
+    assert huge_bytes_of(torch.frombuffer(pool.host_memory, dtype=torch.uint8)) >= 2 * HUGE_PAGE_BYTES
+    os.close(fd)

@@ -54,7 +54,7 @@ def digests(directory: Path) -> Iterator[str]:
             runner.run({"prompt": [(7 * i * i) % 300 + 3 for i in range(NUM_TOKENS)]}, (NUM_TOKENS,))
             digest = xxhash.xxh3_64()
             for group in runner._groups:
-                digest.update(group.pool.view(-1).view(torch.uint8).numpy().data)
+                digest.update(group.memory.view(-1).view(torch.uint8).numpy().data)
             yield f"{architecture} {str(dtype).removeprefix('torch.')} {digest.hexdigest()}"
 
 

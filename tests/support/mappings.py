@@ -12,6 +12,7 @@ class Mapping:
 
     begin: int
     end: int
+    permissions: str  # as "rw-s"
     file: str  # empty if it has no name
     values: dict[str, list[str]] = field(default_factory=dict)
 
@@ -29,7 +30,7 @@ def mappings() -> list[Mapping]:
             found[-1].values[first[:-1]] = values
         else:  # addresses, permissions, offset, device, inode and a name, which may have spaces
             begin, end = (int(address, 16) for address in first.split("-"))
-            found.append(Mapping(begin, end, " ".join(values[4:])))
+            found.append(Mapping(begin, end, values[0], " ".join(values[4:])))
     return found
 
 

@@ -22,20 +22,21 @@ from swiftkv.models.registry import read_config
 
 
 class _Group:
-    """The pool of one KV group, and the blocks of each sequence. Free blocks hold garbage."""
+    """The memory of one KV group's blocks, and the blocks of each sequence. Free blocks hold garbage."""
 
-    def __init__(self, group: KVGroup, num_blocks: int, rng: random.Random, shared_layers: bool, device: str) -> None:
-        # All bits set is NaN in every dtype: it shows if a kernel reads what was never written.
-        self.pool = torch.full((num_blocks * group.block_bytes,), 0xFF, dtype=torch.uint8, device=device)
+    def __init__(self, group: KVGroup, memory: Tensor, entries: Sequence[int], rng: random.Random) -> None:
+        """`entries` are those of blocks in a table, whole (the first layer block) or of one layer for all (`~`)."""
+        self.memory = memory
         self._group = group
-        self._free = rng.sample(range(num_blocks), num_blocks)
-        self._shared_layers = shared_layers
-        self._blocks: dict[str, list[int | None]] = defaultdict(list)  # None: behind the window
+        for entry in entries:
+            self._fill_with_garbage(entry)
+        self._free = rng.sample(entries, len(entries))
+        self._entries: dict[str, list[int]] = defaultdict(list)
 
     def grow(self, name: str, num_tokens: int) -> None:
         """Make room for a sequence of `num_tokens`."""
-        while len(self._blocks[name]) * self._group.block_size < num_tokens:
-            self._blocks[name].append(self._free.pop())
+        while len(self._entries[name]) * self._group.block_size < num_tokens:
+            self._entries[name].append(self._free.pop())
 
     def slide(self, name: str, num_tokens: int) -> None:
         """Free the blocks that no token after the first `num_tokens` looks back on."""
@@ -43,18 +44,19 @@ class _Group:
             return
         first_seen = max(0, num_tokens + 1 - self._group.window)
         for i in range(first_seen // self._group.block_size):
-            block, self._blocks[name][i] = self._blocks[name][i], None
-            if block is not None:
-                self.pool.view(-1, self._group.block_bytes)[block] = 0xFF
-                self._free.insert(0, block)
+            entry, self._entries[name][i] = self._entries[name][i], NO_BLOCK
+            if entry != NO_BLOCK:
+                self._fill_with_garbage(entry)
+                self._free.insert(0, entry)
 
     def table(self, name: str) -> list[int]:
-        return [self._entry(block) for block in self._blocks[name]]
+        return self._entries[name]
 
-    def _entry(self, block: int | None) -> int:
-        if block is None:
-            return NO_BLOCK
-        return ~block if self._shared_layers else block * self._group.num_layers
+    def _fill_with_garbage(self, entry: int) -> None:
+        """Set all bits, which is NaN in every dtype: it shows if a kernel reads what was never written."""
+        first, num_layers = (~entry, 1) if entry < 0 else (entry, self._group.num_layers)
+        width = self._group.layer_block_bytes
+        self.memory[first * width : (first + num_layers) * width] = 0xFF
 
 
 class PagedRunner:
@@ -65,9 +67,17 @@ class PagedRunner:
     ) -> None:
         """`shared_layers`: table entries name one layer block for all layers instead of a whole block."""
         self.decoder = decoder
-        rng = random.Random(seed)
-        self._groups = [_Group(group, num_blocks, rng, shared_layers, device) for group in decoder.kv_groups]
+        self._rng = random.Random(seed)
         self._lengths: dict[str, int] = defaultdict(int)
+        self._groups = []
+        for group in decoder.kv_groups:
+            memory = torch.zeros(num_blocks * group.block_bytes, dtype=torch.uint8, device=device)
+            entries = [~block if shared_layers else block * group.num_layers for block in range(num_blocks)]
+            self._groups.append(_Group(group, memory, entries, self._rng))
+
+    def use(self, index: int, memory: Tensor, entries: Sequence[int]) -> None:
+        """Have the blocks of a group in `memory`, where `entries` name them. Call before the first step."""
+        self._groups[index] = _Group(self.decoder.kv_groups[index], memory, entries, self._rng)
 
     def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Compute the next tokens of some sequences together; return float32 logits [tokens, vocab] of each."""
@@ -75,7 +85,7 @@ class PagedRunner:
             for group in self._groups:
                 group.grow(name, self._lengths[name] + len(new))
         batch = self._batch(tokens)
-        logits = self.decoder.logits(self.decoder.forward(batch, [group.pool for group in self._groups]))
+        logits = self.decoder.logits(self.decoder.forward(batch, [group.memory for group in self._groups]))
         for name, new in tokens.items():
             self._lengths[name] += len(new)
             for group in self._groups:
