@@ -158,6 +158,39 @@ def test_nobody_is_displaced_for_blocks_in_host_memory() -> None:
     e.drain()
 
 
+def test_a_prompt_longer_than_the_pool_finds_all_that_is_in_host_memory() -> None:
+    e = HostEngine(DENSE, "write_through", num_chunks=32, num_lent_extents=8)
+    run(e, 100, prompt(45))
+    e.reset_prefix_cache()
+    e.lend(5)  # leaves six blocks
+    assert bring(e, 1, [*prompt(45), 7], max_tokens=2) == 11
+    e.check()
+    e.drain()
+
+
+def test_a_request_waits_for_blocks_that_are_being_verified() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add_held(1, [*prompt(33), 7])
+    transfer = e.begin_load(1)
+    assert transfer is not None
+    e.add(2, [*prompt(33), 8], max_tokens=1)
+    assert e.schedule() is None
+    e.read(transfer, 8)
+    assert e.step()
+    assert e.finished[2].cached == 32
+    e.let_go(1)
+    e.drain()
+
+
+def test_storage_that_comes_late_is_not_offered_what_is_in_host_memory() -> None:
+    e = stored(DENSE, prompt(33))
+    bring(e, 1, [*prompt(33), 7])
+    e.scheduler.set_write_policy("never")
+    e.scheduler.set_write_policy("write_through")
+    assert e.store() == 0
+    e.drain()
+
+
 def test_corrupt_blocks_are_given_back_and_computed() -> None:
     e = stored(DENSE, prompt(33))
     e.add_held(1, [*prompt(33), 7])

@@ -122,12 +122,6 @@ MUTANTS = [
         "",
     ),
     one("storage is offered what lies in host memory", CACHE_STORAGE, " && pool.place(block) != Place::kHost;", ";"),
-    one(
-        "used blocks in host memory are evicted",
-        POOL,
-        "if (place(block) == Place::kHost) {\n        move_to",
-        "if (place(block) == Place::kHost) {\n        records_[block].busy_until = 0;\n        move_to",
-    ),
     # Pins.
     one(
         "a pin keeps blocks that a lender may want back",
