@@ -180,12 +180,14 @@ class HistoryEngine(EngineThread[ModelRunner]):
             "held by storage": loads and loads._waits,
             "expected of storage": loads and loads._expected,
             "reasons": loads and loads.why_less,
-            "reading": loads and loads._reading_bytes,
+            "reading": loads and loads._num_reading,
+            "copying": loads and loads._copying_bytes,
+            "pins of searches": engine._tier._host and engine._tier._host._num_searched,
         }
         for number, group in enumerate(stats.groups):
-            states = ("in_flight", "loading", "borrowed_used", "borrowed_in_flight")
+            states = ("in_flight", "loading", "borrowed_used", "borrowed_in_flight", "host_in_flight", "host_loading")
             kept |= {f"{state} of group {number}": getattr(group, state) for state in states}
-            kept[f"used of group {number}"] = group.used - group.pinned
+            kept[f"used of group {number}"] = group.used + group.host_used - group.pinned
         return {name: what for name, what in kept.items() if what}
 
 
@@ -239,6 +241,8 @@ class History:
         groups = read_config(checkpoints.path(self.model)).kv_groups(self.block_size, self.dtype)
         self._block_bytes = sum(group.block_bytes for group in groups)
         self._window = max(group.window for group in groups)
+        full_bytes = [group.block_bytes for group in groups if group.kind != "window"]
+        self._chunk_bytes = full_bytes[0] if full_bytes and seed % 5 else 4096  # blocks are attended in host memory
         self._has_lender = rng.random() < 0.5
         self._lender: HistoryEngine | None = None
         self._host_fd: int | None = None
@@ -346,7 +350,7 @@ class History:
     def _draw_storage(self) -> TierSpec:
         rng = self._random
         if self._host_fd is None and rng.random() < 0.4:
-            self._host_fd = make_host_memory(rng.choice([1 << 20, 8 << 20]), 4096)
+            self._host_fd = make_host_memory(rng.choice([1 << 20, 8 << 20]), self._chunk_bytes)
         size = max(rng.choice([20, 300]) * self._block_bytes, 1 << 18)
         backend: dict[str, Any] = {"backend": "file", "path": str(self._directory / "kv"), "size": size, "min_free": 0}
         if rng.random() < 0.5:
@@ -559,6 +563,7 @@ class History:
         self.reached["window missed"] += stats.window_missed_tokens_total > 0
         self.reached["extents shared"] += any(group.elsewhere for group in stats.groups)
         self.reached["copies failed"] += engine.num_failed > 0
+        self.reached["attended in host memory"] += stats.kv_tokens_host > 0
         self.reached["guesses right"] += stats.accepted_draft_tokens_total > 0
         self.reached["guesses wrong"] += stats.draft_tokens_total > stats.accepted_draft_tokens_total
         if stats.tier is not None:
@@ -571,6 +576,7 @@ class History:
         engine.ask(CacheCommand(next(self._calls), clear=True))
         for group in self._groups():
             assert group.used == group.cached == group.borrowed_used == group.borrowed_cached == 0
+            assert group.host_used == group.host_cached == 0
         self._pins, self._aborted = [], set()
 
     def _groups(self) -> list[Any]:

@@ -77,6 +77,7 @@ LENDER, BORROWER = "lease/lender_ledger.cpp", "lease/borrower_ledger.cpp"
 PROMPT_QUEUE, PROMPT_RACE = "core/prompt_queue.cpp", "core/prompt_race.cpp"
 DRAFTING, FORECAST_ERRORS = "core/drafting.cpp", "core/forecast_errors.cpp"
 RATES, LOADS, LOADER, REACH = "tier/rates.py", "tier/loads.py", "tier/loader.py", "tier/reach.py"
+HOST_PINS, LOAD_CHOICE = "tier/host_pins.py", "tier/load_choice.py"
 ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage/breaker.py"
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
 FILE_WRITING = "storage/file_writing.py"
@@ -1218,8 +1219,53 @@ MUTANTS = [
     one(
         "what could not be read is being read for ever",
         LOADS,
-        "self._reading_bytes -= _num_bytes(targets)",
-        "self._reading_bytes -= is_loaded * _num_bytes(targets)",
+        "self._num_reading -= len(targets)",
+        "self._num_reading -= is_loaded * len(targets)",
+    ),
+    # Pins of loads.
+    one(
+        "a prompt that waits no more keeps its pins", LOADS, "            wait.pins.give_back()\n", "            pass\n"
+    ),
+    one(
+        "a pin that the scheduler has is given back with the search",
+        HOST_PINS,
+        "            self._chunks[cell] = -1\n            self._host._num_searched -= 1\n",
+        "",
+    ),
+    one("a search that was given up pins", HOST_PINS, "if not self._is_over:", "if True:"),
+    one("what was given up before keeps its pins", HOST_PINS, "        self._host._unpin(taken[taken >= 0])\n", ""),
+    one("an engine keeps what it has done with", HOST_PINS, "            self._unpin(chunks)\n", "            pass\n"),
+    one("an engine keeps what others want", HOST_PINS, "and scheduler.evict_host()", "and True"),
+    one(
+        "a block in host memory is not verified",
+        HOST_PINS,
+        "Status.OK if header is None else verify",
+        "Status.OK if True else verify",
+    ),
+    one("a corrupt block stays in host memory", HOST_PINS, "        drop_corrupt(self.guarded, keys, statuses)\n", ""),
+    one(
+        "an engine that ends keeps its pins",
+        HOST_PINS,
+        "            self._is_closed = True\n            self._medium.give_back()",
+        "            pass",
+    ),
+    one(
+        "blocks that need no copy take time",
+        LOAD_CHOICE,
+        "is_stored > 0 if pinned is None else (is_stored > 0) & (pinned < 0)",
+        "is_stored > 0",
+    ),
+    one(
+        "of a prompt that is not worth copying nothing is used",
+        LOAD_CHOICE,
+        "Stretch(0, attended) if is_enough else None",
+        "None",
+    ),
+    one(
+        "blocks that stay where they lie count for the speed of storage",
+        LOADER,
+        "return self.span.num_bytes if self.chunk is None else 0",
+        "return self.span.num_bytes",
     ),
     one(
         "a request gives up the block that it comes to next",
@@ -1253,7 +1299,7 @@ MUTANTS = [
     ),
     one("a load that is given up has its turn", LOADER, "self._todo.pop(job, None)", "pass"),
     one("a block lands while a step may use its place", LOADER, "load.handed_out.wait()", "pass"),
-    one("more lands than was read", LOADER, "spans[: _num_read(read)]", "spans"),
+    one("more lands than was read", LOADER, "spans[: _num_read(statuses)]", "spans"),
     one("more is read than there is page-locked memory", LOADER, "num_bytes > self._reach.max_read_bytes", "False"),
     one(
         "a load is told before its bytes are in the pool",

@@ -53,9 +53,11 @@ TESTS = {
     "tier": [
         "tests/tier/test_rates.py",
         "tests/tier/test_loads.py",
+        "tests/tier/test_host_loads.py",
         "tests/tier/test_reach.py",
         "tests/tier/test_storage_threads.py",
         "tests/engine/test_engine_tier.py",
+        "tests/engine/test_engine_host.py",
     ],
     "storage": [
         f"tests/storage/test_{name}.py"
