@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -351,11 +351,16 @@ class HostStates(RuleBasedStateMachine):
         assert all(self.chunk_bytes(chunk) == then for chunk, then in self.pinned_bytes.items())
 
 
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+"""All but shrinking, which would start thousands of processes."""
+
 TestHostStates = HostStates.TestCase
-TestHostStates.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
+TestHostStates.settings = settings(max_examples=8, stateful_step_count=40, deadline=None, phases=PHASES)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_long_histories() -> None:
-    run_state_machine_as_test(HostStates, settings=settings(max_examples=200, stateful_step_count=100, deadline=None))
+    run_state_machine_as_test(
+        HostStates, settings=settings(max_examples=200, stateful_step_count=100, deadline=None, phases=PHASES)
+    )
