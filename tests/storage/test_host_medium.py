@@ -353,7 +353,7 @@ def test_what_is_pinned_stays_through_a_thousand_kills() -> None:
 
 
 def test_three_quarters_can_be_pinned_by_all_together() -> None:
-    """What another has pinned already does not count again."""
+    """A chunk that another member has pinned does not count again."""
     with host_memory(100 * CHUNK_BYTES, CHUNK_BYTES) as memory:
         one, two = medium_of(memory, 0), medium_of(memory, 1)
         limit = one.num_chunks * 3 // 4

@@ -265,7 +265,7 @@ class HostStates(RuleBasedStateMachine):
 
     @rule(engine=ENGINES, choice=CHOICE)
     def verify(self, engine: int, choice: int) -> None:
-        """What this engine has neither written nor verified has a header, and only that."""
+        """A header is there only of what this engine has neither written nor verified."""
         held = [one for one in self.held(engine) if one.chunk is not None]
         headers = self.media[engine].headers([one.chunk for one in held if one.chunk is not None])
         for one, header in zip(held, headers, strict=True):
@@ -292,7 +292,7 @@ class HostStates(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def kill_in_a_write(self, number: int) -> None:
-        """What it was writing keeps its chunks."""
+        """A stopped engine keeps the chunks that it was writing."""
         ghost = start(die_in_a_write, self.raw, key_of(100), size_of(number), GHOST)
         ghost.join()
         assert ghost.exitcode == -signal.SIGBUS
