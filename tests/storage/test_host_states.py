@@ -292,7 +292,7 @@ class HostStates(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def kill_in_a_write(self, number: int) -> None:
-        """A stopped engine keeps the chunks that it was writing."""
+        """Leave the chunks taken that a killed engine was writing."""
         ghost = start(die_in_a_write, self.raw, key_of(100), size_of(number), GHOST)
         ghost.join()
         assert ghost.exitcode == -signal.SIGBUS
