@@ -509,3 +509,40 @@ def test_there_are_64_members() -> None:
             medium_of(memory, MAX_MEMBERS)
         with pytest.raises(ValueError, match="there is no member 64"):
             medium_of(memory).release_member(MAX_MEMBERS, soon())
+
+
+def test_what_is_verified_is_one_object_and_not_its_place() -> None:
+    with host_memory(20 * CHUNK_BYTES, CHUNK_BYTES) as memory:
+        medium, other = medium_of(memory), medium_of(memory, 1)
+        write(medium, 0)
+        first = medium.pin([key_of(0)], CHUNK_BYTES, soon())
+        assert medium.headers(first) == [None]
+        medium.unpin(first)
+        write(other, *range(1, 1 + other.num_chunks))
+        keys = [key_of(n) for n in range(other.num_chunks, 0, -1)]  # the last one lies where the first one lay
+        found = {chunk: key for key in keys for chunk in medium.pin([key], CHUNK_BYTES, soon()) if chunk >= 0}
+        assert first[0] in found
+        assert medium.headers(first) == [found[first[0]]]  # `write` makes the key the header
+        medium.note_verified(first)
+        assert medium.headers(first) == [None]
+
+
+def test_what_was_dropped_while_it_was_pinned_stays_so_after_a_death_with_the_lock() -> None:
+    with host_memory(MEMORY_BYTES, CHUNK_BYTES) as memory:
+        medium, name = medium_of(memory, 1), bytes(32)  # another key than those of the process that is killed
+        block = memoryview(bytes(CHUNK_BYTES))
+        assert medium.write([name], [(memoryview(b""), block)], soon()) == [Status.OK]
+        (chunk,) = medium.pin([name], CHUNK_BYTES, soon())
+        medium.drop([name])
+        has_begun = event()
+        holder = start(hold_the_lock_often, memory, 0, has_begun)
+        wait_for(has_begun)
+        stop_with_the_lock(holder, medium)
+        holder.kill()
+        holder.join()
+        assert medium.exists([name], soon()) == [False]
+        assert num_repairs(memory) == 1
+        HostMemory(medium.memory).check_invariants(soon())
+        assert chunk_of(medium, chunk) == block
+        assert medium.write([name], [(memoryview(b""), block)], soon()) == [Status.OK]
+        assert medium.pin([name], CHUNK_BYTES, soon()) not in ([chunk], [-1])
