@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -18,6 +18,7 @@ from swiftkv.engine.tier import OpenStorage, StorageTier, Tier, open_host_pins, 
 from swiftkv.errors import SwiftkvError
 from swiftkv.models.batch import Int32Array
 from swiftkv.tier.messages import LevelStats, LoadStop, TierSpec, TierStats
+from swiftkv.tier.stored_blocks import HOST_TIER
 from swiftkv.wakeup import Wakeup
 
 _T = TypeVar("_T")
@@ -53,6 +54,7 @@ class AttachableTier(Tier):
         self._scheduler = scheduler
         self._groups = [region.group for region in runner.pool.regions]
         self._host = open_host_pins(runner, config.storage)
+        self._num_attended = 0  # hits on blocks that steps attend to in host memory, without loads
         self._tier = Tier()
         self._change: _Opening | _Leaving | None = None  # the change in progress
         self._stuck: list[StorageTier] = []  # closed, but a read has not returned
@@ -102,8 +104,17 @@ class AttachableTier(Tier):
     def why_less(self, request_id: int) -> LoadStop | None:
         return self._tier.why_less(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
-        return self._tier.admitted(request_id, cached_tokens, host_blocks)
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+        return self._tier.admitted(request_id, cached_tokens)
+
+    def attended(self, loaded: Mapping[int, str], host_blocks: Int32Array) -> dict[int, str]:
+        """Note that a request has found blocks in host memory, where steps attend to them.
+
+        Return the tiers of these and of the `loaded` blocks, by each block's index in the prompt.
+        """
+        were_there = [index for index in host_blocks.tolist() if index not in loaded]
+        self._num_attended += len(were_there)
+        return {**loaded, **dict.fromkeys(were_there, HOST_TIER)}
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         return self._tier.met(request_id, first, end)
@@ -123,6 +134,10 @@ class AttachableTier(Tier):
         stats = (self._change.tier if isinstance(self._change, _Leaving) else self._tier).stats()
         if self._waits_for_storage:
             stats = self._without_storage(stats or TierStats())
+        if self._num_attended:
+            num_tokens = self._num_attended * self._config.block_size
+            attended = LevelStats(HOST_TIER, hit_tokens_total=num_tokens)
+            stats = (stats or TierStats()).after(TierStats(hit_tokens_total=num_tokens, levels=[attended]))
         if self._past is None:
             return stats
         return (stats or TierStats()).after(self._past)

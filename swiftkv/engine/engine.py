@@ -564,7 +564,7 @@ class Engine:
         for request_id, cached_tokens, borrowed_blocks, host_blocks in found:
             outcome = self._tier.why_less(request_id)
             self._cache_records.admitted(self._requests[request_id], cached_tokens, outcome)
-            loaded = self._tier.admitted(request_id, cached_tokens, host_blocks)
+            loaded = self._tier.attended(self._tier.admitted(request_id, cached_tokens), host_blocks)
             elsewhere = hits_elsewhere(loaded, borrowed_blocks, self._config.block_size)
             self._statistics.count_hits(cached_tokens, in_peers=elsewhere.get("peer", 0))
             admitted.append(Admitted(request_id, cached_tokens, elsewhere))

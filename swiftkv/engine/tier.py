@@ -18,7 +18,6 @@ from swiftkv._host import LockTimeout
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.errors import ConfigError
-from swiftkv.models.batch import Int32Array
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import SealedBackend
@@ -51,13 +50,12 @@ class Tier:
     def added(self, request_id: int) -> None:
         """Note that a request was added to the scheduler. Call before any of its prompt is computed."""
 
-    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
         """Note that a request began with `cached_tokens` tokens from the cache.
 
-        Return the tiers of the blocks that were loaded for it, or are attended in host memory (`host_blocks`), by each
-        block's index in the prompt.
+        Return the tiers that the blocks loaded for it came from, by each block's index in the prompt.
         """
-        return dict.fromkeys(host_blocks.tolist(), HOST_TIER)
+        return {}
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         """Note that a request skips blocks `first` to `end` of its prompt, because storage has loaded them meanwhile.
@@ -176,8 +174,8 @@ class StorageTier(Tier):
     def added(self, request_id: int) -> None:
         self._loads.consider(request_id)
 
-    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Int32Array) -> dict[int, str]:
-        return self._loads.admitted(request_id, cached_tokens, host_blocks.tolist())
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+        return self._loads.admitted(request_id, cached_tokens)
 
     def met(self, request_id: int, first: int, end: int) -> dict[int, str]:
         return self._loads.met(request_id, first, end)

@@ -229,8 +229,10 @@ class Checkpoints:
 class History:
     """One history: `run` lets it happen and compares; `reached` counts what it came to."""
 
-    def __init__(self, seed: int, checkpoints: Checkpoints, directory: Path) -> None:
+    def __init__(self, seed: int, checkpoints: Checkpoints, directory: Path, *, has_host: bool = False) -> None:
+        """`has_host`: there is host memory in any case, and steps attend to blocks there if the model allows it."""
         self._random = rng = random.Random(seed)
+        self._has_host = has_host
         self._runner = LateRunner if seed % 2 else ModelRunner  # storage reaches the pool as one on a device
         self._checkpoints = checkpoints
         self._directory = directory
@@ -242,14 +244,14 @@ class History:
         self._block_bytes = sum(group.block_bytes for group in groups)
         self._window = max(group.window for group in groups)
         full_bytes = [group.block_bytes for group in groups if group.kind != "window"]
-        self._chunk_bytes = full_bytes[0] if full_bytes and seed % 5 else 4096  # blocks are attended in host memory
+        self._chunk_bytes = full_bytes[0] if full_bytes and (seed % 5 or has_host) else 4096  # blocks are attended in host memory
         self._has_lender = rng.random() < 0.5
         self._lender: HistoryEngine | None = None
         self._host_fd: int | None = None
         self._options = self._draw_options(len(groups))
         if self._has_lender:
             self._plan_lending()
-        self._storage = self._draw_storage() if rng.random() < 0.7 else None
+        self._storage = self._draw_storage() if rng.random() < 0.7 or has_host else None
         self._texts = [self._tokens(rng.randint(20, 380)) for _ in range(3)]
         self._live: dict[int, tuple[list[int], SamplingParams]] = {}
         self._lent_to: dict[int, tuple[list[int], SamplingParams]] = {}  # the lender's own requests
@@ -349,7 +351,7 @@ class History:
 
     def _draw_storage(self) -> TierSpec:
         rng = self._random
-        if self._host_fd is None and rng.random() < 0.4:
+        if self._host_fd is None and (rng.random() < 0.4 or self._has_host):
             self._host_fd = make_host_memory(rng.choice([1 << 20, 8 << 20]), self._chunk_bytes)
         size = max(rng.choice([20, 300]) * self._block_bytes, 1 << 18)
         backend: dict[str, Any] = {"backend": "file", "path": str(self._directory / "kv"), "size": size, "min_free": 0}
