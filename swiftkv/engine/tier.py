@@ -120,7 +120,7 @@ class StorageTier(Tier):
         self._lender_pools = lender_pools
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
-        stored = StoredBlocks(levels, keys, opened.host)
+        stored = StoredBlocks(levels, keys)
         self._loader = Loader(stored, reach, wake)
         self._loads = Loads(
             spec,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from swiftkv._core import Scheduler
+from swiftkv.arithmetic import ceil_div
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import drop_corrupt, verify
 from swiftkv.storage.host_medium import HostMedium
 
 Int32Array = npt.NDArray[np.int32]
+
+_VERIFY_BYTES = 64 << 20
+"""The bytes that one search verifies before it is another's turn: a few milliseconds."""
 
 
 class HostPins:
@@ -51,19 +57,6 @@ class HostPins:
         if len(chunks):
             self._unpin(chunks)
 
-    def verify(self, keys: Sequence[bytes], chunks: Sequence[int], fingerprint: bytes) -> list[Status]:
-        """Return whether pinned blocks are intact, as `SealedBackend.get` does, and drop those that are not."""
-        headers = self._medium.headers(chunks)
-        statuses = [
-            Status.OK if header is None else verify(memoryview(header), fingerprint, key, self._block(chunk))
-            for key, chunk, header in zip(keys, chunks, headers, strict=True)
-        ]
-        self._medium.note_verified(
-            [chunk for chunk, status in zip(chunks, statuses, strict=True) if status is Status.OK]
-        )
-        drop_corrupt(self.guarded, keys, statuses)
-        return statuses
-
     def close(self) -> None:
         """Give back all pins, once all searches were given up and no step follows."""
         with self._lock:
@@ -71,9 +64,22 @@ class HostPins:
             self._is_closed = True
             self._medium.give_back()
 
+    @property
+    def chunk_bytes(self) -> int:
+        return self._medium.chunk_bytes
+
     def _block(self, chunk: int) -> memoryview:
         begin = self._medium.chunks_offset_bytes + chunk * self._medium.chunk_bytes
         return self._medium.memory[begin : begin + self._medium.chunk_bytes]
+
+    def _unverified(
+        self, cells: npt.NDArray[np.int64], keys: Sequence[bytes], chunks: Int32Array
+    ) -> Iterator[_Unverified]:
+        pinned = np.flatnonzero(chunks >= 0).tolist()
+        headers = self._medium.headers(chunks[pinned].tolist())
+        for i, header in zip(pinned, headers, strict=True):
+            if header is not None:
+                yield _Unverified(int(cells[i]), keys[i], int(chunks[i]), header)
 
     def _unpin(self, chunks: Int32Array) -> None:
         with self._lock:
@@ -90,16 +96,27 @@ class HostPins:
         return np.array(chunks, np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unverified:
+    """A pinned block that neither this process nor an earlier search has verified."""
+
+    cell: int
+    key: bytes
+    chunk: int
+    header: bytes
+
+
 class SearchPins:
     """The pins of one search, until the scheduler takes them over or they are given back.
 
-    The loader's thread takes them, and the engine's thread gives them back. Either may come first: the search may be
-    given up while the thread is at it.
+    The loader's thread takes them and verifies the blocks; the engine's thread gives them back, perhaps while the other
+    is at it.
     """
 
     def __init__(self, host: HostPins, num_cells: int) -> None:
         self._host = host
         self._chunks = np.full(num_cells, -1, np.int32)
+        self._unverified: deque[_Unverified] = deque()
         self._is_over = False
 
     @property
@@ -111,25 +128,57 @@ class SearchPins:
         """The pinned chunk of each cell, -1 where there is none: [keys * groups]."""
         return self._chunks
 
-    def take(self, cells: npt.NDArray[np.int64], keys: Sequence[bytes], deadline_s: float) -> npt.NDArray[np.bool_]:
-        """Pin the blocks of `cells`, which have these keys, and return which are pinned. Call it once."""
+    def are_pinned(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which of these cells have pinned chunks."""
+        return self._chunks[cells] >= 0
+
+    def take(self, cells: npt.NDArray[np.int64], keys: Sequence[bytes], deadline_s: float) -> None:
+        """Pin the blocks of `cells`, which have these keys, as far as they are there. Call it once."""
         taken = self._host._pin(keys, deadline_s)
         with self._host._lock:
             if not self._is_over:
                 self._chunks[cells] = taken
                 self._host._num_searched += int(np.count_nonzero(taken >= 0))
-                return taken >= 0
+                self._unverified.extend(self._host._unverified(cells, keys, taken))
+                return
         self._host._unpin(taken[taken >= 0])
-        return np.zeros(len(cells), np.bool_)
 
-    def hand_over(self, cell: int) -> int:
-        """Note that the scheduler has taken over the pin of a cell, and return its chunk."""
+    @property
+    def are_verified(self) -> bool:
+        """Whether all pinned blocks are known to be intact."""
+        return not self._unverified
+
+    def verify(self, fingerprint: bytes) -> list[Status]:
+        """Verify the next of the pinned blocks, as `SealedBackend.get` does, and return their statuses.
+
+        Drop those that are corrupt, and give their pins back. Return nothing if all pins were given back meanwhile:
+        then others may have overwritten the blocks.
+        """
+        count = ceil_div(_VERIFY_BYTES, self._host.chunk_bytes)
+        batch = [self._unverified.popleft() for _ in range(min(count, len(self._unverified)))]
+        statuses = [
+            verify(memoryview(each.header), fingerprint, each.key, self._host._block(each.chunk)) for each in batch
+        ]
+        found = list(zip(batch, statuses, strict=True))
+        bad = [each for each, status in found if status is not Status.OK]
         with self._host._lock:
-            chunk = int(self._chunks[cell])
-            assert chunk >= 0, f"cell {cell} is not pinned"
-            self._chunks[cell] = -1
-            self._host._num_searched -= 1
-        return chunk
+            if self._is_over:
+                self._unverified.clear()
+                return []
+            self._host._medium.note_verified([each.chunk for each, status in found if status is Status.OK])
+            self._chunks[[each.cell for each in bad]] = -1
+            self._host._num_searched -= len(bad)
+        if bad:
+            self._host._unpin(np.array([each.chunk for each in bad], np.int32))
+            drop_corrupt(self._host.guarded, [each.key for each in batch], statuses)
+        return statuses
+
+    def hand_over(self, cells: npt.NDArray[np.integer]) -> None:
+        """Note that the scheduler has taken over the pins of these cells."""
+        with self._host._lock:
+            assert (self._chunks[cells] >= 0).all(), "a cell is not pinned"
+            self._chunks[cells] = -1
+            self._host._num_searched -= len(cells)
 
     def give_back(self) -> None:
         """Give back the pins that are left. The search, if it is still at it, keeps none."""

@@ -6,7 +6,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -30,33 +30,31 @@ _SHORT_S = 0.005
 
 @dataclass(eq=False, slots=True)
 class Search:
-    """A search for a prompt's blocks in storage. `cells` are the indices in [keys * groups] of the wanted blocks."""
+    """A search for a prompt's blocks in storage. `cells` are the indices in [keys * groups] of the wanted blocks.
+
+    Blocks that the engine attends to in host memory are pinned and verified there, which takes several turns.
+    """
 
     request_id: int
     block_keys: bytes
     num_groups: int
     cells: npt.NDArray[np.int64]
     deadline_s: float  # monotonic
-    pins: SearchPins | None = None  # the blocks that it has found and pinned in host memory; `None` if it pins none
+    pins: SearchPins | None = None  # what it has found and pinned in host memory; `None` if it pins nothing
     is_cancelled: bool = False
-    found: Sequence[bool] | npt.NDArray[np.bool_] = ()  # of each of the cells
-    took_s: float = 0.0
+    names: Sequence[BlockName] | None = None  # of the cells, once it has begun
+    found: npt.NDArray[np.bool_] | None = None  # of the cells, once it is over
+    failures: list[Status] = field(default_factory=list)  # of blocks in host memory that are not intact
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Target:
-    """One block to read, and where its bytes go. A block that is pinned in host memory is only verified there."""
+    """One block to read, and where its bytes go."""
 
     name: BlockName
     index: int  # the block's number in its prompt
     block: int  # as the core numbers it
     span: Span
-    chunk: int | None = None  # of host memory, if the block stays there
-
-    @property
-    def num_copied_bytes(self) -> int:
-        """The bytes that storage copies."""
-        return self.span.num_bytes if self.chunk is None else 0
 
 
 @dataclass(eq=False, slots=True)
@@ -87,20 +85,12 @@ class PartRead:
     statuses: Sequence[Status | None]
     tiers: Sequence[str]  # the tier of each target that was read, in their order
     is_last: bool
-    copying_s: float  # the time that storage took for those of them that it copied
+    took_s: float
 
     @property
     def num_read(self) -> int:
         """The number of targets before the first that was not read."""
         return _num_read(self.statuses)
-
-    @property
-    def has_copied(self) -> bool:
-        """Whether storage has copied blocks, or was too slow to."""
-        return any(
-            target.chunk is None and status in (Status.OK, Status.LATE)
-            for target, status in zip(self.targets, self.statuses, strict=True)
-        )
 
 
 def _num_read(statuses: Sequence[Status | None]) -> int:
@@ -169,6 +159,9 @@ class Loader:
             done = self._search(job) if isinstance(job, Search) else self._read_part(job)
             with self._thread.changed:
                 self.hung_from_s = math.inf
+                if isinstance(done, Search) and done.found is None and not done.is_cancelled:
+                    self._todo[done] = None
+                    continue
                 self._done.append(done)
                 if isinstance(done, PartRead) and not (done.is_last or done.load.is_cancelled):
                     self._todo[done.load] = None
@@ -187,38 +180,43 @@ class Loader:
             return job
 
     def _search(self, search: Search) -> Search:
-        began_s = time.monotonic()
-        if not search.is_cancelled:
-            keys = list(split_keys(search.block_keys))
-            cells = (divmod(cell, search.num_groups) for cell in search.cells.tolist())
-            search.found = self._find(search, [BlockName(keys[i], g) for i, g in cells])
-        search.took_s = time.monotonic() - began_s
+        """Go on with a search. It is over when `found` is set."""
+        if search.is_cancelled:
+            return search
+        if search.names is None:
+            search.names = self._names(search)
+            if search.pins is not None:
+                self._stored.pin(search.pins, search.cells, search.names, search.deadline_s)
+        if search.pins is not None and not search.pins.are_verified:
+            search.failures += self._stored.verify(search.pins)
+            return search
+        found = np.zeros(len(search.cells), np.bool_) if search.pins is None else search.pins.are_pinned(search.cells)
+        others = np.flatnonzero(~found).tolist()
+        found[others] = self._stored.exists([search.names[i] for i in others], search.deadline_s)
+        search.found = found
         return search
 
-    def _find(self, search: Search, names: Sequence[BlockName]) -> npt.NDArray[np.bool_]:
-        """Return which of the blocks are there, and pin those that can be attended to in host memory."""
-        found = np.zeros(len(names), np.bool_)
-        if search.pins is not None:
-            wanted = np.flatnonzero(search.cells % search.num_groups == search.pins.group).tolist()
-            found[wanted] = self._stored.pin(
-                search.pins, search.cells[wanted], [names[i] for i in wanted], search.deadline_s
-            )
-        others = np.flatnonzero(~found).tolist()
-        found[others] = self._stored.exists([names[i] for i in others], search.deadline_s)
-        return found
+    def _names(self, search: Search) -> list[BlockName]:
+        keys = list(split_keys(search.block_keys))
+        cells = (divmod(cell, search.num_groups) for cell in search.cells.tolist())
+        return [BlockName(keys[index], group) for index, group in cells]
 
     def _read_part(self, load: Load) -> PartRead:
         began_s = time.monotonic()
         part = self._next_part(load)
         statuses: list[Status | None] = []
         tiers: list[str] = []
-        copying_s = waited_s = 0.0
+        waited_s = 0.0
         if not load.is_cancelled:
-            outcomes = self._verify([target for target in part if target.chunk is not None])
-            copied, copying_s, waited_s = self._copy([target for target in part if target.chunk is None], load)
-            outcomes |= copied
-            statuses += [outcomes[target][0] for target in part]
-            tiers += [outcomes[target][1] for target in part]
+            spans = [target.span for target in part]
+            read, tiers = self._stored.get(
+                [target.name for target in part], self._reach.landing(spans), load.deadline_s
+            )
+            statuses += read
+            read_s = time.monotonic()
+            load.handed_out.wait()
+            waited_s = time.monotonic() - read_s  # spent waiting for steps, not for storage
+            self._reach.land(spans[: _num_read(read)])
         is_whole = bool(statuses) and all(status is Status.OK for status in statuses)
         took_s = time.monotonic() - began_s - waited_s
         if took_s < _SHORT_S:
@@ -227,37 +225,10 @@ class Loader:
             load.growth = 1  # the rest may lie in slower storage
         with self._thread.changed:
             if is_whole and load.num_begun < len(load.targets):
-                return PartRead(load, part, statuses, tiers, is_last=False, copying_s=copying_s)
+                return PartRead(load, part, statuses, tiers, is_last=False, took_s=took_s)
             part += load.take_rest()
         statuses += [None] * (len(part) - len(statuses))
-        return PartRead(load, part, statuses, tiers, is_last=True, copying_s=copying_s)
-
-    def _verify(self, targets: Sequence[Target]) -> dict[Target, tuple[Status, str]]:
-        """Verify blocks that stay in host memory, and return their statuses and tiers."""
-        chunks = [target.chunk for target in targets if target.chunk is not None]
-        if not chunks:
-            return {}
-        statuses, tier = self._stored.verify([target.name for target in targets], chunks)
-        return {target: (status, tier) for target, status in zip(targets, statuses, strict=True)}
-
-    def _copy(self, targets: Sequence[Target], load: Load) -> tuple[dict[Target, tuple[Status, str]], float, float]:
-        """Copy blocks to their places.
-
-        Return their statuses and tiers, the seconds that storage took, and those spent waiting for steps.
-        """
-        if not targets:
-            return {}, 0.0, 0.0
-        began_s = time.monotonic()
-        spans = [target.span for target in targets]
-        statuses, tiers = self._stored.get(
-            [target.name for target in targets], self._reach.landing(spans), load.deadline_s
-        )
-        read_s = time.monotonic()
-        load.handed_out.wait()
-        waited_s = time.monotonic() - read_s
-        self._reach.land(spans[: _num_read(statuses)])
-        outcomes = dict(zip(targets, zip(statuses, tiers, strict=True), strict=True))
-        return outcomes, time.monotonic() - began_s - waited_s, waited_s
+        return PartRead(load, part, statuses, tiers, is_last=True, took_s=took_s)
 
     def _next_part(self, load: Load) -> list[Target]:
         """Take the targets of the next call: none if the load was withdrawn."""

@@ -21,7 +21,9 @@ from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
 from swiftkv.tier.messages import LoadStop, TierSpec
 from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.reach import Reach, Span
-from swiftkv.tier.stored_blocks import BlockName
+from swiftkv.tier.stored_blocks import HOST_TIER, BlockName
+
+Int32Array = npt.NDArray[np.int32]
 
 _LONGEST_WAIT_S = 60.0
 """The longest wait for storage, even with `wait_complete`. After it, the prompt is computed."""
@@ -66,7 +68,7 @@ class _Wait:
 
     prompt: WaitingPrompt
     deadline_s: float  # monotonic
-    pins: SearchPins | None  # the blocks that are pinned for it in host memory; given back with the wait's end
+    pins: SearchPins | None  # its blocks in host memory, until the scheduler takes them over
     state: _Searching | _WithoutRoom | _Loading
 
     @property
@@ -94,6 +96,8 @@ class Loads:
     3. waits until the pool has room for them (`_begin`, `_try_again`);
     4. goes on when they are read (`_read`), or computes the front of its prompt while the back is read.
 
+    Blocks that steps attend to in host memory need no room and no reading: the search has pinned and verified them.
+
     It asks storage only once, and goes on at its deadline with the blocks that have come by then, whatever storage does
     (`apply`, `_give_up`). While a call hangs, no request is held.
     """
@@ -110,7 +114,7 @@ class Loads:
         max_num_seqs: int,
         host: HostPins | None = None,
     ) -> None:
-        """`host` is there if steps attend to blocks in host memory, one of the places that the loader searches."""
+        """`host` is there if steps attend to blocks in host memory."""
         self._spec = spec
         self._scheduler = scheduler
         self._loader = loader
@@ -126,8 +130,7 @@ class Loads:
         self._waits: dict[int, _Wait] = {}
         self._expected: dict[int, ExpectedHits] = {}  # by request
         self._turn = 0  # rotates the requests whose loads find no room: see `_try_again`
-        self._num_reading = 0  # all targets of loads that have not ended
-        self._copying_bytes = 0  # the bytes of theirs that are copied
+        self._reading_bytes = 0  # all bytes of loads that have not ended
         self.why_less: dict[int, LoadStop] = {}  # by request that has not begun: why it got less than storage had
         self.failures: Counter[Status] = Counter()
         self.hit_tokens: Counter[str] = Counter()  # by tier
@@ -144,7 +147,7 @@ class Loads:
     @property
     def is_reading(self) -> bool:
         """Whether a request waits, or blocks are being read: stores wait meanwhile. From any thread."""
-        return self._num_reading > 0 or len(self._waits) > 0
+        return self._reading_bytes > 0 or len(self._waits) > 0
 
     def next_deadline_s(self) -> float | None:
         """Return the time, on the monotonic clock, at which the next request stops waiting at the latest."""
@@ -214,13 +217,17 @@ class Loads:
         if wait := self._waits.get(request_id):
             self._give_up(wait)
 
-    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
+    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Sequence[int] = ()) -> dict[int, str]:
         """Note that a request began with `cached_tokens` tokens from the cache.
 
-        Return the tiers of the blocks that were loaded for it, by index in the prompt.
+        Return the tiers of the blocks that were loaded for it, or are attended in host memory (`host_blocks`), by index
+        in the prompt.
         """
         self.why_less.pop(request_id, None)
         tiers = self._take_hits(request_id, 0, cached_tokens // self._block_size)
+        were_there = [index for index in host_blocks if index not in tiers]
+        self.hit_tokens[HOST_TIER] += len(were_there) * self._block_size
+        tiers |= dict.fromkeys(were_there, HOST_TIER)
         if request_id in self._expected and not self._expected[request_id].is_back:
             del self._expected[request_id]
         return tiers
@@ -270,7 +277,11 @@ class Loads:
         if wait is None or not isinstance(wait.state, _Searching) or wait.state.search is not search:
             return
         is_stored = np.zeros(wait.prompt.num_keys * len(self._groups), np.uint8)
-        is_stored[search.cells] = np.array(search.found, np.uint8)
+        assert search.found is not None
+        is_stored[search.cells] = search.found
+        self.failures.update(search.failures)
+        if Status.CORRUPT in search.failures:
+            self.why_less[search.request_id] = "corrupt"
         stretch = self._stretch_worth_loading(wait, is_stored)
         if stretch is None:
             self._let_go(wait)
@@ -283,7 +294,7 @@ class Loads:
             wait.prompt,
             is_stored,
             wait.pinned,
-            reading_bytes=self._copying_bytes,
+            reading_bytes=self._reading_bytes,
             # If other requests wait, computing would delay them, and a load does not.
             may_compute=len(self._waits) == 1 and self._only_held_requests_wait(),
             now_s=time.monotonic(),
@@ -304,55 +315,58 @@ class Loads:
         if length <= num_usable or self._is_here(is_resident, begin, length):
             self._let_go(wait)
             return True
-        targets = self._take_blocks(wait, block_keys, Stretch(begin, length))
-        if not targets:
+        indices, groups, blocks, offsets = self._scheduler.begin_load(wait.request_id, length, begin, wait.pinned)
+        if not len(blocks):
             return False
+        expected = ExpectedHits(wait.prompt.num_usable, length, is_back)
+        self._expected[wait.request_id] = expected
+        self.num_loads += 1
+        here = offsets >= self._pool_bytes  # in host memory
+        if here.any():
+            expected.tiers |= self._attend(wait, indices[here], groups[here], blocks[here])
+        targets = self._targets(block_keys, is_back, indices[~here], groups[~here], blocks[~here], offsets[~here])
+        if not targets:
+            self._let_go(wait)
+            return True
         load = Load(wait.request_id, targets, wait.deadline_s, self._reach.fence())
         wait.state = _Loading(load, is_back, unread=dict.fromkeys(targets))
-        self._num_reading += len(targets)
-        self._copying_bytes += _copied_bytes(targets)
-        self._expected[wait.request_id] = ExpectedHits(wait.prompt.num_usable, length, is_back)
-        self.num_loads += 1
+        self._reading_bytes += _num_bytes(targets)
         self._loader.submit(load)
         if is_back:
             self.why_less[wait.request_id] = "declined"
             self._scheduler.meet(wait.request_id, length)
         return True
 
-    def _take_blocks(self, wait: _Wait, block_keys: bytes, stretch: Stretch) -> list[Target]:
-        """Take blocks for a stretch, and return them in the order of reading; none if there is no room.
+    def _attend(self, wait: _Wait, indices: Int32Array, groups: Int32Array, blocks: Int32Array) -> dict[int, str]:
+        """Use blocks in host memory, whose pins the scheduler has taken over. Return their tiers by index."""
+        assert wait.pins is not None
+        wait.pins.hand_over(indices * len(self._groups) + groups)
+        self._scheduler.end_load(groups, blocks, is_loaded=True)
+        self.loaded_blocks += len(blocks)
+        return dict.fromkeys(indices.tolist(), HOST_TIER)
 
-        Blocks that are pinned in host memory are taken there, with their pins, and the others in the pool.
+    def _targets(
+        self,
+        block_keys: bytes,
+        is_back: bool,
+        indices: Int32Array,
+        groups: Int32Array,
+        blocks: Int32Array,
+        offsets_bytes: npt.NDArray[np.int64],
+    ) -> list[Target]:
+        """Return blocks of the pool that storage shall read into, in the order of reading.
 
         Tails of windows are read first, because without them the rest is of no use, then blocks from the first to the
         last. If the front is computed meanwhile, all blocks are read from the last to the first.
         """
-        indices, groups, blocks, offsets_bytes = self._scheduler.begin_load(
-            wait.request_id, stretch.end, stretch.begin, wait.pinned
-        )
-        if not len(blocks):
-            return []
-        if stretch.is_back:
-            order = np.lexsort((groups, indices))[::-1]
-        else:
-            order = np.lexsort((groups, indices, self._is_full[groups]))
+        by_index = (groups, indices)
+        order = np.lexsort(by_index)[::-1] if is_back else np.lexsort((*by_index, self._is_full[groups]))
         keys = list(split_keys(block_keys))
         rows = zip(*(array[order].tolist() for array in (indices, groups, blocks, offsets_bytes)), strict=True)
         return [
-            Target(
-                BlockName(keys[index], group),
-                index,
-                block,
-                self._span_at(offset, group),
-                self._take_over(wait, index * len(self._groups) + group) if offset >= self._pool_bytes else None,
-            )
+            Target(BlockName(keys[index], group), index, block, self._span_at(offset, group))
             for index, group, block, offset in rows
         ]
-
-    def _take_over(self, wait: _Wait, cell: int) -> int:
-        """Note that the scheduler has taken over the pin of a block, and return its chunk."""
-        assert wait.pins is not None
-        return wait.pins.hand_over(cell)
 
     def _is_here(self, is_resident: npt.NDArray[np.uint8], first: int, length: int) -> bool:
         """Return whether the pool has all blocks that a prefix of `length` blocks needs from block `first` on."""
@@ -366,16 +380,16 @@ class Loads:
 
     def _read(self, part: PartRead) -> None:
         num_read = part.num_read
-        copied_bytes = _copied_bytes(part.targets[:num_read])
+        read_bytes = _num_bytes(part.targets[:num_read])
         self._end(part.targets[:num_read], is_loaded=True)
         self._end(part.targets[num_read:], is_loaded=False)
         if expected := self._expected.get(part.load.request_id):
             expected.tiers.update((target.index, tier) for target, tier in zip(part.targets, part.tiers, strict=False))
         self.loaded_blocks += num_read
-        self.loaded_bytes += copied_bytes
+        self.loaded_bytes += read_bytes
         self.failures.update(status for status in part.statuses if status is not None and status is not Status.OK)
-        if part.has_copied:
-            self._planner.note_read(copied_bytes, part.copying_s, time.monotonic())
+        if any(status in (Status.OK, Status.LATE) for status in part.statuses):
+            self._planner.note_read(read_bytes, part.took_s, time.monotonic())
         wait = self._waits.get(part.load.request_id)
         if wait is None or not isinstance(wait.state, _Loading) or wait.state.load is not part.load:
             return
@@ -389,8 +403,7 @@ class Loads:
     def _end(self, targets: Sequence[Target], is_loaded: bool) -> None:
         if targets:
             self._scheduler.end_load(*_arrays(targets), is_loaded)
-            self._num_reading -= len(targets)
-            self._copying_bytes -= _copied_bytes(targets)
+            self._reading_bytes -= _num_bytes(targets)
 
     def _give_up(self, wait: _Wait) -> None:
         """Stop waiting for storage. Blocks that it may be reading into stay taken until the read ends."""
@@ -411,11 +424,11 @@ class Loads:
         self._scheduler.let_go(wait.request_id)
 
 
-def _arrays(targets: Sequence[Target]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _arrays(targets: Sequence[Target]) -> tuple[Int32Array, Int32Array]:
     """Return groups and blocks as arrays, for the core."""
     groups = np.array([target.name.group for target in targets], np.int32)
     return groups, np.array([target.block for target in targets], np.int32)
 
 
-def _copied_bytes(targets: Sequence[Target]) -> int:
-    return sum(target.num_copied_bytes for target in targets)
+def _num_bytes(targets: Sequence[Target]) -> int:
+    return sum(target.span.num_bytes for target in targets)

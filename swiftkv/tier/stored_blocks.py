@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from swiftkv.storage.backend import Status
 from swiftkv.storage.levels import Levels
-from swiftkv.tier.host_pins import HostPins, SearchPins
+from swiftkv.tier.host_pins import SearchPins
 from swiftkv.tier.keys import ObjectKeys
 
 T = TypeVar("T")
@@ -38,9 +38,7 @@ class StoredBlocks:
     One process does this for all ranks, so they need not agree on what storage has.
     """
 
-    def __init__(self, levels: Levels, keys: ObjectKeys, host: HostPins | None = None) -> None:
-        """`host` pins blocks of one of these levels, host memory, if steps attend to blocks there."""
-        self.host = host
+    def __init__(self, levels: Levels, keys: ObjectKeys) -> None:
         self._levels = levels
         self._keys = keys
         self._depths = {level.tier: depth for depth, level in enumerate(levels.levels)}
@@ -52,16 +50,16 @@ class StoredBlocks:
 
     def pin(
         self, pins: SearchPins, cells: npt.NDArray[np.int64], names: Sequence[BlockName], deadline_s: float
-    ) -> npt.NDArray[np.bool_]:
-        """Pin the blocks of a search's cells in host memory, and return which are pinned."""
-        return pins.take(cells, self._objects(names), deadline_s)
+    ) -> None:
+        """Pin those of a search's blocks that can be attended to in host memory, as far as they are there."""
+        wanted = [i for i, name in enumerate(names) if name.group == pins.group]
+        pins.take(cells[wanted], self._objects([names[i] for i in wanted]), deadline_s)
 
-    def verify(self, names: Sequence[BlockName], chunks: Sequence[int]) -> tuple[list[Status], str]:
-        """Return the statuses of blocks that are pinned in these chunks of host memory, and their tier."""
-        assert self.host is not None
-        statuses = self.host.verify(self._objects(names), chunks, self._keys.fingerprint)
+    def verify(self, pins: SearchPins) -> list[Status]:
+        """Verify some of the blocks that a search has pinned. Return the statuses of those that are not intact."""
+        statuses = pins.verify(self._keys.fingerprint)
         self._levels.count_gets(HOST_TIER, statuses)
-        return statuses, HOST_TIER
+        return [status for status in statuses if status is not Status.OK]
 
     def get(
         self, names: Sequence[BlockName], into: Sequence[RankParts], deadline_s: float

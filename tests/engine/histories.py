@@ -244,7 +244,9 @@ class History:
         self._block_bytes = sum(group.block_bytes for group in groups)
         self._window = max(group.window for group in groups)
         full_bytes = [group.block_bytes for group in groups if group.kind != "window"]
-        self._chunk_bytes = full_bytes[0] if full_bytes and (seed % 5 or has_host) else 4096  # blocks are attended in host memory
+        self._chunk_bytes = (
+            full_bytes[0] if full_bytes and (seed % 5 or has_host) else 4096
+        )  # blocks are attended in host memory
         self._has_lender = rng.random() < 0.5
         self._lender: HistoryEngine | None = None
         self._host_fd: int | None = None
