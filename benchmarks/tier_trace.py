@@ -46,7 +46,6 @@ _MAX_NUM_SEQS = 64
 _MAX_BATCHED_TOKENS = 16384
 _LONGEST_WAIT_S = 0.05
 _STALL_S = 120.0
-_NO_BLOCKS = np.empty(0, np.int32)
 _NO_STOP = np.array([], np.int32)
 GROUP = KVGroup((0,), num_kv_heads=1, head_dim=2, dtype="float32", block_size=BLOCK_TOKENS)
 FAULTS = {
@@ -161,7 +160,7 @@ class StubEngine:
             return
         self._progress_s = time.monotonic()
         for request_id, cached in zip(plan.new_request_ids.tolist(), plan.new_cached_tokens.tolist(), strict=True):
-            self.tier.admitted(request_id, cached, _NO_BLOCKS)
+            self.tier.admitted(request_id, cached)
         for request_id, (first, end) in zip(plan.met_request_ids.tolist(), plan.met_blocks.tolist(), strict=True):
             self.tier.met(request_id, first, end)
             self.num_met += 1

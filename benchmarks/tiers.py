@@ -7,7 +7,8 @@ In each round one node computes a fresh conversation without any tier (*computin
 files, a Redis (--redis) and a Mooncake Store (--mooncake) are attached, one after the other: each gets the blocks of
 the pool, the engine is killed and, once it is back with an empty pool, continues the conversation; with files once more
 after the kernel was told to forget them (cold: `POSIX_FADV_DONTNEED`). A second node has host memory: its cache is
-cleared, and then its engine is killed likewise, after which it has to verify the blocks. The pool of a third holds half of the conversation, and a neighbour lends it memory for the rest.
+cleared, and then its engine is killed likewise, after which it has to verify the blocks. The pool of a third holds half
+of the conversation, and a neighbour lends it memory for the rest.
 
 Asked for: at most a quarter of the time of computing, and at most 1.1 of `max(pool, bytes / copy bandwidth)`, which is
 the time from the pool, or of copying the bytes that were read. Two bandwidths are measured in each round: that of the
