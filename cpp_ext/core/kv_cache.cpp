@@ -352,8 +352,9 @@ void KvCache::adopt(int g, int32_t& entry, NodeId node, const BlockText& text) {
     BlockPool& pool = groups_[g].pool;
     const BlockId known = index_.block(node, g);
     const BlockId own = block_of(g, entry);
-    // A block further up is worth more, and one that is loading may never arrive.
-    if (known == kNone || pool.place(own) < pool.place(known) || pool.state(known) == BlockState::kLoading) {
+    // A block that is attended where it lies is worth more, and one that is loading may never arrive.
+    const bool is_better = known != kNone && is_attended(g, own) && !is_attended(g, known);
+    if (known == kNone || is_better || pool.state(known) == BlockState::kLoading) {
         if (known != kNone) {
             pool.forget(known);
             offers_.forget(node, g);  // storage may not have it after all

@@ -128,20 +128,34 @@ def test_used_blocks_stay_when_the_others_go() -> None:
     e.drain()
 
 
-def test_a_block_that_the_index_has_forgotten_is_copied_while_a_request_still_has_it() -> None:
+def test_a_block_that_the_index_has_forgotten_is_copied_while_it_is_being_verified() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add_held(1, [*prompt(33), 7])
+    transfer = e.begin_load(1)
+    assert transfer is not None
+    e.give_up(transfer)
+    assert bring(e, 2, [*prompt(33), 9], max_tokens=1) == 0
+    assert host_stats(e) == (0, 0, 0, 8)
+    e.check()
+    e.read(transfer, 8)
+    e.let_go(1)
+    e.drain()
+    assert e.finished[2].cached == 32
+
+
+def test_a_block_that_is_computed_again_gives_way_to_the_one_in_host_memory() -> None:
+    """A pin on it stays whole."""
     e = stored(LARGE, prompt(33))
     bring(e, 1, [*prompt(33), 7], max_tokens=14)
     assert e.step()
+    pin_id = e.pin(b"", prompt(33), 1.0)
+    assert pin_id is not None
     e.add(2, [*prompt(33), 8], max_tokens=1, skip_prefix_match=True)
     while 2 in e.requests:
-        assert e.step()  # computes the same blocks: the index has these instead, for they lie further up
-    e.reset_prefix_cache()
-    assert host_stats(e) == (8, 0, 0, 0)
-    assert bring(e, 3, [*prompt(33), 9]) == 0
-    e.check()
-    while 3 in e.requests:
         assert e.step()
-    assert e.finished[3].cached == 32
+    assert host_stats(e) == (8, 0, 0, 0)
+    e.check()
+    e.unpin(pin_id)
     e.drain()
 
 
