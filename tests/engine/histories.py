@@ -102,6 +102,7 @@ class HistoryEngine(EngineThread[ModelRunner]):
         self._failing = failing
         self._random = random.Random(seed)
         self.num_failed = 0
+        self.has_attended = False  # to a block in host memory, where it lies
         self.reports: dict[int, CacheReport] = {}
         self.rests: list[Slept | Woken] = []
         self.met: set[int] = set()  # requests that skipped a back that was loaded while they computed their front
@@ -112,6 +113,7 @@ class HistoryEngine(EngineThread[ModelRunner]):
         def checked_step() -> bool:
             goes_on = step()
             engine._scheduler.check_invariants()
+            self.has_attended |= any(group.host_used for group in engine._scheduler.stats().groups)
             return goes_on
 
         def failing_forward(plan: StepPlan) -> torch.Tensor:
@@ -566,7 +568,7 @@ class History:
         self.reached["window missed"] += stats.window_missed_tokens_total > 0
         self.reached["extents shared"] += any(group.elsewhere for group in stats.groups)
         self.reached["copies failed"] += engine.num_failed > 0
-        self.reached["attended in host memory"] += stats.kv_tokens_host > 0
+        self.reached["attended in host memory"] += engine.has_attended
         self.reached["guesses right"] += stats.accepted_draft_tokens_total > 0
         self.reached["guesses wrong"] += stats.draft_tokens_total > stats.accepted_draft_tokens_total
         if stats.tier is not None:
