@@ -217,17 +217,13 @@ class Loads:
         if wait := self._waits.get(request_id):
             self._give_up(wait)
 
-    def admitted(self, request_id: int, cached_tokens: int, host_blocks: Sequence[int] = ()) -> dict[int, str]:
+    def admitted(self, request_id: int, cached_tokens: int) -> dict[int, str]:
         """Note that a request began with `cached_tokens` tokens from the cache.
 
-        Return the tiers of the blocks that were loaded for it, or are attended in host memory (`host_blocks`), by index
-        in the prompt.
+        Return the tiers of the blocks that were loaded for it, by index in the prompt.
         """
         self.why_less.pop(request_id, None)
         tiers = self._take_hits(request_id, 0, cached_tokens // self._block_size)
-        were_there = [index for index in host_blocks if index not in tiers]
-        self.hit_tokens[HOST_TIER] += len(were_there) * self._block_size
-        tiers |= dict.fromkeys(were_there, HOST_TIER)
         if request_id in self._expected and not self._expected[request_id].is_back:
             del self._expected[request_id]
         return tiers

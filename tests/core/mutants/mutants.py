@@ -371,8 +371,8 @@ MUTANTS = [
     one(
         "a back is read from its first block on",
         LOADS,
-        "np.lexsort((groups, indices))[::-1]",
-        "np.lexsort((groups, indices))",
+        "np.lexsort(by_index)[::-1]",
+        "np.lexsort(by_index)",
     ),
     one(
         "who has passed its back is not noticed",
@@ -1219,8 +1219,8 @@ MUTANTS = [
     one(
         "what could not be read is being read for ever",
         LOADS,
-        "self._num_reading -= len(targets)",
-        "self._num_reading -= is_loaded * len(targets)",
+        "self._reading_bytes -= _num_bytes(targets)",
+        "self._reading_bytes -= is_loaded * _num_bytes(targets)",
     ),
     # Pins of loads.
     one(
@@ -1229,7 +1229,7 @@ MUTANTS = [
     one(
         "a pin that the scheduler has is given back with the search",
         HOST_PINS,
-        "            self._chunks[cell] = -1\n            self._host._num_searched -= 1\n",
+        "            self._chunks[cells] = -1\n            self._host._num_searched -= len(cells)\n",
         "",
     ),
     one("a search that was given up pins", HOST_PINS, "if not self._is_over:", "if True:"),
@@ -1239,10 +1239,15 @@ MUTANTS = [
     one(
         "a block in host memory is not verified",
         HOST_PINS,
-        "Status.OK if header is None else verify",
-        "Status.OK if True else verify",
+        "            if header is not None:\n",
+        "            if False:\n",
     ),
-    one("a corrupt block stays in host memory", HOST_PINS, "        drop_corrupt(self.guarded, keys, statuses)\n", ""),
+    one(
+        "a corrupt block stays in host memory",
+        HOST_PINS,
+        "            drop_corrupt(self._host.guarded, [each.key for each in batch], statuses)\n",
+        "",
+    ),
     one(
         "an engine that ends keeps its pins",
         HOST_PINS,
@@ -1260,12 +1265,6 @@ MUTANTS = [
         LOAD_CHOICE,
         "Stretch(0, attended) if is_enough else None",
         "None",
-    ),
-    one(
-        "blocks that stay where they lie count for the speed of storage",
-        LOADER,
-        "return self.span.num_bytes if self.chunk is None else 0",
-        "return self.span.num_bytes",
     ),
     one(
         "a request gives up the block that it comes to next",
@@ -1299,7 +1298,7 @@ MUTANTS = [
     ),
     one("a load that is given up has its turn", LOADER, "self._todo.pop(job, None)", "pass"),
     one("a block lands while a step may use its place", LOADER, "load.handed_out.wait()", "pass"),
-    one("more lands than was read", LOADER, "spans[: _num_read(statuses)]", "spans"),
+    one("more lands than was read", LOADER, "spans[: _num_read(read)]", "spans"),
     one("more is read than there is page-locked memory", LOADER, "num_bytes > self._reach.max_read_bytes", "False"),
     one(
         "a load is told before its bytes are in the pool",
