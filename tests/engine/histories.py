@@ -180,8 +180,7 @@ class HistoryEngine(EngineThread[ModelRunner]):
             "held by storage": loads and loads._waits,
             "expected of storage": loads and loads._expected,
             "reasons": loads and loads.why_less,
-            "reading": loads and loads._num_reading,
-            "copying": loads and loads._copying_bytes,
+            "reading": loads and loads._reading_bytes,
             "pins of searches": engine._tier._host and engine._tier._host._num_searched,
         }
         for number, group in enumerate(stats.groups):
