@@ -23,8 +23,8 @@ enum class BlockState : uint8_t {
     kInFlight,  // steps in progress may still read or write it; cached or free once they settle
     kLent,      // local: lent to another engine
     kStaging,   // local: part of the layer-stream cache, in whose layer blocks borrowed blocks are staged
-    kLoading,   // local: its bytes are on their way up; in host memory: they are being verified; requests that find it
-                // in the prefix index wait for it
+    kLoading,   // local: its bytes are on their way up; in host memory: its pin is being taken over; requests that find
+                // it in the prefix index wait for it
     kLeaving,   // borrowed: in the prefix index, held by no request, in a recalled extent: it will move or be forgotten
 };
 inline constexpr int kNumBlockStates = 9;

@@ -264,7 +264,7 @@ class GroupBlocks(msgspec.Struct, frozen=True):
     host_used: int = 0
     host_cached: int = 0
     host_in_flight: int = 0
-    host_loading: int = 0  # being verified
+    host_loading: int = 0
 
 
 class LendingState(msgspec.Struct, tag="lending_state", array_like=True, frozen=True):
