@@ -31,6 +31,7 @@ from tests.support.storage_writer import (
     kill_after,
     size_of,
     start,
+    stop_in_a_write,
     stop_with_the_lock,
     wait_for,
     write_for_ever,
@@ -412,8 +413,13 @@ def test_what_a_killed_writer_has_taken_comes_back_with_its_release() -> None:
         assert medium.usage().objects == medium.num_chunks
 
 
-def write_one_large(memory: dict[str, object], num_bytes: int) -> None:
-    write(medium_of(memory, 1), 0, num_bytes=num_bytes)
+def write_one_large_often(memory: dict[str, object], num_bytes: int, is_enough: Event) -> None:
+    medium = medium_of(memory, 1)
+    while True:
+        write(medium, 0, num_bytes=num_bytes)
+        if is_enough.is_set():
+            return
+        medium.drop([key_of(0)])
 
 
 def test_a_writer_that_was_stopped_goes_on_in_its_own_chunks() -> None:
@@ -421,15 +427,14 @@ def test_a_writer_that_was_stopped_goes_on_in_its_own_chunks() -> None:
     num_bytes = 4000 * CHUNK_BYTES
     with host_memory(2 * num_bytes, CHUNK_BYTES) as memory:
         medium = medium_of(memory)
-        writer = start(write_one_large, memory, num_bytes)
-        while medium.usage().num_bytes == 0:
-            pass
-        assert writer.pid is not None
-        os.kill(writer.pid, signal.SIGSTOP)
-        assert medium.usage().objects == 0
+        is_enough = event()
+        writer = start(write_one_large_often, memory, num_bytes, is_enough)
+        stop_in_a_write(writer, medium)
         for first in range(0, 12000, 100):
             write(medium, *range(first + 1, first + 101))
         assert medium.usage().objects == medium.num_chunks - 4000
+        is_enough.set()
+        assert writer.pid is not None
         os.kill(writer.pid, signal.SIGCONT)
         writer.join()
         assert writer.exitcode == 0

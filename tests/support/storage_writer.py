@@ -117,6 +117,21 @@ def stop_with_the_lock(process: ForkServerProcess, medium: HostMedium) -> None:
         time.sleep(0.001)
 
 
+def stop_in_a_write(process: ForkServerProcess, medium: HostMedium) -> None:
+    """Stop a process that writes one object again and again at a moment when it has taken chunks, and not the lock."""
+    assert process.pid is not None
+    while True:
+        os.kill(process.pid, signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            pass
+        with suppress(TimeoutError):
+            usage = medium.usage()
+            if usage.num_bytes > 0 and usage.objects == 0:
+                return
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.001)
+
+
 def kill_after(process: ForkServerProcess, seconds: float) -> None:
     """Kill a process after `seconds`; it must not have ended by itself."""
     process.join(timeout=seconds)
