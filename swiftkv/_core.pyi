@@ -614,7 +614,8 @@ class Scheduler:
     def take_offers(self, max_blocks: int) -> tuple[bytes, Int32Array, Int32Array, Int64Array]:
         """Return up to `max_blocks` blocks that storage should have: keys (32 bytes each), groups, links and offsets.
 
-        An offset says where a block's bytes lie: in the pool of the link's lender, or in our own if the link is -1.
+        An offset says where a block's bytes lie: in the pool of the link's lender, or in our own if the link is -1. An
+        offset behind our own pool is one of host memory, as in `begin_load`.
         They stay there until `end_copying`, which must come before the next `schedule`. No block is returned while a
         step in progress copies blocks. Offered blocks that have left all pools count as dropped.
         """

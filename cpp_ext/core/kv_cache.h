@@ -50,11 +50,12 @@ struct PrefixMatch {
     int num_known;  // the prefix up to the last block with a node in the index, whether it can be used or not
 };
 
-// A block that goes down to storage. Its bytes lie in our pool, or in the pool of a link's lender.
+// A block that goes down to storage. Its bytes lie in our pool, in host memory behind it, or in the pool of a link's
+// lender.
 struct StoredBlock {
     BlockKey key;
     int group;
-    int link;  // kNone: our pool
+    int link;  // kNone: our pool, or host memory
     int64_t offset_bytes;
 };
 

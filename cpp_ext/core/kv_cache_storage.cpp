@@ -143,8 +143,7 @@ std::vector<StoredBlock> KvCache::take_offers(int max_blocks) {
 }
 
 bool KvCache::can_store(int g, BlockId block) const {
-    const BlockPool& pool = groups_[g].pool;
-    return pool.state(block) != BlockState::kLoading && pool.place(block) != Place::kHost;  // host memory is storage
+    return groups_[g].pool.state(block) != BlockState::kLoading;
 }
 
 StoredBlock KvCache::stored_block(const BlockKey& key, int g, BlockId block) const {

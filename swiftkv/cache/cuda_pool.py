@@ -40,6 +40,8 @@ class CudaPool:
     def host_memory(self) -> None:
         """No host memory lies beside memory of a device."""
 
+    host_offset_bytes = 0
+
     def identity(self) -> tuple[()]:
         """Return nothing: memory of a device has no descriptor."""
         return ()

@@ -57,6 +57,8 @@ class Pool:
         """The chunks of host memory as blocks; `None` if there are none that kernels could attend to."""
         self.host_memory: memoryview | None = None
         """The host memory, if it has `host_blocks`: its only mapping in this process."""
+        self.host_offset_bytes = 0
+        """The offset of the host memory from the first byte of the pool."""
         memories = [PlacedMemory(self.fd, self.nbytes)]
         place = None if host is None else place_beside(self.regions, host.chunks, HUGE_PAGE_BYTES)
         if host is not None and place is not None:
@@ -67,6 +69,7 @@ class Pool:
         self.tensor: torch.Tensor = self._range[: self.nbytes]  # [nbytes], starts as zeros
         if place is not None:
             self.host_blocks, self.host_memory = place.blocks, mapped[place.offset_bytes :]
+            self.host_offset_bytes = place.offset_bytes
 
     def identity(self) -> tuple[int, int, int]:
         """Return our file descriptor of the memory, and its `st_dev` and `st_ino`, which no other memory has."""

@@ -117,6 +117,7 @@ class StorageTier(Tier):
         self._num_dropped_before = scheduler.num_dropped_offers()  # while other storage was attached
         self._groups = groups
         self._reach = reach = opened.reach
+        self._host = opened.host
         self._lender_pools = lender_pools
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False
@@ -284,12 +285,11 @@ class StorageTier(Tier):
             blocks = []
             places = zip(groups.tolist(), links.tolist(), offsets_bytes.tolist(), strict=True)
             for key, (group, link, offset) in zip(split_keys(block_keys), places, strict=True):
-                pools = self._pools_at(link)
-                if pools is None:
+                parts = self._parts_at(link, offset, self._groups[group].block_bytes)
+                if parts is None:
                     self._num_out_of_reach += 1
                 else:
-                    end = offset + self._groups[group].block_bytes
-                    blocks.append((BlockName(key, group), [pool[offset:end] for pool in pools]))
+                    blocks.append((BlockName(key, group), parts))
             if blocks:
                 self._writer.add(blocks)
             self._scheduler.end_copying()  # from now on steps and peers may write to these blocks
@@ -297,12 +297,19 @@ class StorageTier(Tier):
             self._writer.loads_changed()
         return num_taken
 
-    def _pools_at(self, link: int) -> Sequence[Tensor] | None:
-        """Return our own pools if `link` is -1, otherwise those of its lender, or `None` if they are out of reach."""
-        if link < 0:
-            return self._reach.pools
-        pools = self._lender_pools(link)
-        return None if pools is None else list(map(torch.from_numpy, pools))
+    def _parts_at(self, link: int, offset_bytes: int, num_bytes: int) -> Sequence[Tensor] | None:
+        """Return the parts of a block, one for each rank: in the pools of the link's lender, or in our own if it is -1.
+
+        What lies behind our own pool is in host memory. `None`: the lender's pools are out of reach.
+        """
+        end = offset_bytes + num_bytes
+        if link >= 0:
+            pools = self._lender_pools(link)
+            return None if pools is None else [torch.from_numpy(pool[offset_bytes:end]) for pool in pools]
+        if offset_bytes >= self._reach.pools[0].nbytes:
+            assert self._host is not None
+            return [self._host.block_at(offset_bytes)]
+        return [pool[offset_bytes:end] for pool in self._reach.pools]
 
     def _max_stores(self) -> int:
         """Return how many blocks may be copied now: while storage is degraded, only one now and then, as a trial."""
@@ -368,7 +375,8 @@ def open_host_pins(runner: ModelRunner, spec: TierSpec | None) -> HostPins | Non
     blocks, memory = runner.pool.host_blocks, runner.pool.host_memory
     if blocks is None or memory is None or spec is None:
         return None
-    return HostPins(_begin(HostMedium(memory, spec.host_member), spec.host_member), blocks.group)
+    medium = _begin(HostMedium(memory, spec.host_member), spec.host_member)
+    return HostPins(medium, blocks.group, runner.pool.host_offset_bytes)
 
 
 def _begin(medium: HostMedium, member: int) -> HostMedium:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from swiftkv._core import Scheduler
 from swiftkv.arithmetic import ceil_div
@@ -30,9 +32,10 @@ class HostPins:
     pinned, whatever storage is attached meanwhile. So this object lives as long as the engine.
     """
 
-    def __init__(self, medium: HostMedium, group: int) -> None:
-        """`group` is the KV group whose blocks are chunks of the memory."""
+    def __init__(self, medium: HostMedium, group: int, offset_bytes: int = 0) -> None:
+        """`group` is the KV group whose blocks are chunks of the memory, which begins at `offset_bytes` of the pool."""
         self.group = group
+        self._offset_bytes = offset_bytes
         self.guarded = GuardedMedium(medium, Breaker())
         """The memory as a tier reads and writes it, copying."""
         self._medium = medium
@@ -63,6 +66,11 @@ class HostPins:
             assert not self._num_searched, f"searches hold {self._num_searched} pins"
             self._is_closed = True
             self._medium.give_back()
+
+    def block_at(self, offset_bytes: int) -> Tensor:
+        """Return a block, uint8 [chunk bytes], by its offset from the first byte of the pool."""
+        begin = offset_bytes - self._offset_bytes
+        return torch.frombuffer(self._medium.memory, dtype=torch.uint8, count=self.chunk_bytes, offset=begin)
 
     @property
     def chunk_bytes(self) -> int:

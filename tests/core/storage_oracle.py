@@ -135,8 +135,7 @@ class StorageEngine(Engine):
         assert len(keys) == KEY_BYTES * len(groups)
         assert len(groups) <= max_blocks
         for i, (group, offset) in enumerate(zip(groups.tolist(), offsets.tolist(), strict=True)):
-            block = offset // self.setup.groups[group][0]
-            numbers = self.numbers(group, block)
+            numbers = self.numbers(group, self.block_at(group, offset))
             key = keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
             assert self.storage.setdefault((key, group), numbers) == numbers, "one key names different bytes"
         return len(groups)

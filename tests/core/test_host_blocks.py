@@ -196,12 +196,15 @@ def test_a_request_waits_for_blocks_that_are_being_verified() -> None:
     e.drain()
 
 
-def test_storage_that_comes_late_is_not_offered_what_is_in_host_memory() -> None:
+def test_storage_that_comes_late_is_offered_what_is_in_host_memory() -> None:
     e = stored(DENSE, prompt(33))
     bring(e, 1, [*prompt(33), 7])
     e.scheduler.set_write_policy("never")
+    before = dict(e.storage)
+    e.storage.clear()
     e.scheduler.set_write_policy("write_through")
-    assert e.store() == 0
+    assert e.store() == 8
+    assert e.storage == before
     e.drain()
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import CacheCommand, CacheReport
+from swiftkv.engine.messages import AttachStorage, CacheCommand, CacheReport, DetachStorage
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.models.registry import read_config
 from swiftkv.shared_memory import map_memory
@@ -191,6 +192,31 @@ def test_blocks_are_attended_where_they_lie(checkpoint: Path, host_fd: int, ahea
     )
     assert stats.tier.loaded_bytes_total == copied_bytes
     check(host_fd)
+
+
+def test_storage_that_is_attached_gets_what_is_attended_in_host_memory(
+    checkpoint: Path, host_fd: int, tmp_path: Path
+) -> None:
+    files = {"backend": "file", "path": str(tmp_path), "size": 1 << 30, "min_free": 0}
+    fill(checkpoint, host_fd)
+    turns = [[*p, 7, 8, 9] for p in PROMPTS]
+    with engine(checkpoint, storage=spec(host_fd, 1)) as client:
+        found = client.generate(turns)
+        assert [answer.hit_tokens["host"] for answer in found] == CACHED
+        for change in (DetachStorage(1), AttachStorage(2, replace(spec(host_fd, 1), backend=files))):
+            client.send(change)
+            while not client.changes:
+                client.take_one()
+            assert client.changes.pop().why_not is None
+        wait_until_stored(client)
+        assert client.host_blocks()[1] > 0
+        assert client.stats is not None
+        assert client.stats.tier is not None
+        assert client.stats.tier.dropped_stores_total == 0
+    with engine(checkpoint, storage=replace(spec(host_fd), host_fd=None, backend=files)) as client:
+        again = client.generate(turns)
+        assert [answer.hit_tokens["storage"] for answer in again] == CACHED
+    assert tokens(found) == tokens(again)
 
 
 def test_engines_share_blocks_with_one_that_copies_them(checkpoint: Path, host_fd: int) -> None:

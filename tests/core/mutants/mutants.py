@@ -122,7 +122,6 @@ MUTANTS = [
         " ||\n               group.pool.count(Place::kHost, BlockState::kLoading) > 0",
         "",
     ),
-    one("storage is offered what lies in host memory", CACHE_STORAGE, " && pool.place(block) != Place::kHost;", ";"),
     # Pins.
     one(
         "a pin keeps blocks that a lender may want back",
