@@ -158,13 +158,9 @@ class Fleet:
         name, supervisor = member.plan.name, member.supervisor
         member.client.start()
         ready = await (supervisor.start_behind_others() if behind_others else supervisor.start())
-        keeping = supervisor.keep_running(partial(self._prepare_restart, before_restart, name))
+        keeping = supervisor.keep_running(partial(before_restart, name), partial(self._host_tiers.clean_up, name))
         self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")
         return ready
-
-    async def _prepare_restart(self, before_restart: Callable[[str], Awaitable[None]], name: str) -> None:
-        self._host_tiers.clean_up(name)
-        await before_restart(name)
 
     async def end(self, name: str) -> None:
         """End a model's engine, whether or not it came up, and forget the model."""
