@@ -158,7 +158,7 @@ class Fleet:
         name, supervisor = member.plan.name, member.supervisor
         member.client.start()
         ready = await (supervisor.start_behind_others() if behind_others else supervisor.start())
-        keeping = supervisor.keep_running(partial(before_restart, name))
+        keeping = supervisor.keep_running(partial(before_restart, name), partial(self._host_tiers.clean_up, name))
         self._keepers[name] = self._tasks.start(keeping, f"the supervisor of {name}")
         return ready
 

@@ -72,9 +72,14 @@ class _Memory:
 
     def dismiss(self, name: str) -> None:
         """Take a model's number back, and what its engine, which has ended, left behind."""
-        member = self.members.pop(name, None)
-        if member is not None and self.members:
-            with suppress(OSError):  # then the next engine with this number does it when it starts
+        if len(self.members) > 1:
+            self.clean_up(name)
+        self.members.pop(name, None)
+
+    def clean_up(self, name: str) -> None:
+        """Take back what a model's engine, which has ended, left behind."""
+        if (member := self.members.get(name)) is not None:
+            with suppress(OSError):  # then the next engine with this number that uses the memory does it
                 HostMedium.of(self.fd).release_member(member, time.monotonic() + _LOCK_PATIENCE_S)
 
 
@@ -138,6 +143,15 @@ class HostTiers:
         member = memory.admit(plan.name)
         storage = msgspec.structs.replace(engine.storage, host_fd=memory.fd, host_member=member)
         return msgspec.structs.replace(engine, storage=storage)
+
+    def clean_up(self, name: str) -> None:
+        """Take back what a model's engine, which has ended, left behind in its memory.
+
+        The next engine would do so when it starts. But there may be none for long, or one without the memory, if the
+        storage was detached.
+        """
+        for memory in self._memories.values():
+            memory.clean_up(name)
 
     def release(self, name: str) -> None:
         """Note that a model is gone; free a memory whose last model this was."""

@@ -119,15 +119,17 @@ class EngineSupervisor:
         how = life.result().how
         raise EngineError(f"{self._config.name}: the engine {how} before it was ready; its own message is above")
 
-    async def keep_running(self, prepare: Callable[[], Awaitable[None]]) -> None:
+    async def keep_running(self, prepare: Callable[[], Awaitable[None]], clean_up: Callable[[], None]) -> None:
         """Start the engine again whenever it ends, until the node stops.
 
-        `prepare` is called before each start; if it raises `EngineError`, that start has failed.
+        `clean_up` is called once the process is gone. `prepare` is called before each start; if it raises
+        `EngineError`, that start has failed.
         """
         while True:
             assert self._life is not None
             await asyncio.wait({self._life})  # cancelling this wait does not cancel the task
             end = self._life.result()
+            clean_up()
             if self._client.status.is_draining:
                 self._client.engine_down(end.how, state=EngineState.DOWN)
                 return

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from swiftkv._host import MAX_MEMBERS
+from swiftkv.storage.host_medium import HostMedium
 from tests.node.test_node_tiers import complete, metric
 from tests.support.checkpoints import make_checkpoint
-from tests.support.node_process import NodeProcess, remove, short_temporary_directory, wait_for
+from tests.support.node_process import DEADLINE_S, NodeProcess, remove, short_temporary_directory, wait_for
 
 TURN_TOKENS = 300
 
@@ -38,6 +44,23 @@ def wait_until_written(node: NodeProcess, name: str) -> None:
     wait_for("all of them", lambda: metric(node, "swiftkv:tier_blocks_to_store", name) == 0)
 
 
+def kill_engine(node: NodeProcess, name: str) -> None:
+    """Kill an engine, and wait for the next one."""
+    restarts = node.engine_views()[name]["restarts"]
+    node.engines()[name].send_signal(signal.SIGKILL)
+    wait_for("the engine to be gone", lambda: node.engine_views()[name]["restarts"] == restarts + 1)
+    wait_for("the engine to be back", lambda: node.ready()[name] == "ready")
+
+
+def pinned_by(node: NodeProcess, member: int) -> int:
+    """Return how many chunks of the node's host memory a member pins."""
+    files = Path(f"/proc/{node.process.pid}/fd").iterdir()
+    file = next(each for each in files if "swiftkv-host" in os.readlink(each))
+    with closing(os.fdopen(os.open(file, os.O_RDWR), "r+b")) as opened:
+        medium = HostMedium.of(opened.fileno(), MAX_MEMBERS - 1)
+    return sum(members >> member & 1 for members in medium._memory.pinned_by(range(medium.num_chunks)))
+
+
 def test_a_conversation_goes_on_in_another_engine_and_after_a_crash(node: NodeProcess) -> None:
     rng = random.Random(5)
     history: list[int] = []
@@ -51,9 +74,21 @@ def test_a_conversation_goes_on_in_another_engine_and_after_a_crash(node: NodePr
         history += answer
         wait_until_written(node, name)
         if turn == 1:
-            node.engines()["two"].send_signal(signal.SIGKILL)
-            wait_for("the engine to be gone", lambda: node.engine_views()["two"]["restarts"] == 1)
-            wait_for("the engine to be back", lambda: node.ready()["two"] == "ready")
+            kill_engine(node, "two")
         expected.append((len(history) - 1) // 16 * 16)
     assert cached == expected[:-1]
     assert node.engine_views()["one"]["storage"] == "ok"
+
+
+def test_pins_end_with_an_engine_that_was_killed_after_it_had_left_host_memory(node: NodeProcess) -> None:
+    history = [random.Random(6).randrange(3, 320) for _ in range(TURN_TOKENS)]
+    complete(node, "one", history)
+    wait_until_written(node, "one")
+    answer, cached_tokens = complete(node, "two", [*history, 5])
+    assert cached_tokens == TURN_TOKENS // 16 * 16
+    url = f"{node.url}/admin/storage/two/detach"
+    assert httpx.post(url, headers=node.admin_headers(), timeout=DEADLINE_S).status_code == 200
+    assert pinned_by(node, 1) >= TURN_TOKENS // 16
+    kill_engine(node, "two")
+    assert pinned_by(node, 1) == 0
+    assert complete(node, "two", [*history, 5]) == (answer, 0)
