@@ -94,9 +94,9 @@ class AttachableTier(Tier):
 
     def before_step(self) -> None:
         self._go_on()
-        self._tier.before_step()
         if self._host is not None:
-            self._host.before_step(self._scheduler)
+            self._host.before_step(self._scheduler)  # first: what the tier finds now is used by this step
+        self._tier.before_step()
 
     def added(self, request_id: int) -> None:
         self._tier.added(request_id)

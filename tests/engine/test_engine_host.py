@@ -16,9 +16,11 @@ from msgspec.structs import replace
 from swiftkv.engine.engine import Engine
 from swiftkv.engine.messages import AttachStorage, CacheCommand, CacheReport, DetachStorage
 from swiftkv.engine.runner import ModelRunner
+from swiftkv.engine.tier import StorageTier
 from swiftkv.models.registry import read_config
 from swiftkv.shared_memory import map_memory
 from swiftkv.storage.host_medium import HostMedium, make_host_memory
+from swiftkv.tier.host_pins import HostPins
 from swiftkv.tier.messages import TierSpec
 from tests.engine.engine_process import Answer, EngineProcess
 from tests.engine.engine_thread import EngineThread
@@ -290,6 +292,21 @@ def test_an_engine_lets_go_of_blocks_whose_room_another_wants(dense: Path) -> No
             found = one.generate(PROMPTS[:1])
         assert tokens(found) == right_answers(dense, PROMPTS[:1])
         check(host_fd)
+
+
+def test_an_engine_lets_go_of_blocks_before_it_finds_more(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise blocks that were just found for a prompt would go before the step that uses them."""
+    order = []
+    for part in (HostPins, StorageTier):
+
+        def noted(self: Any, *arguments: Any, before_step: Callable[..., None] = part.before_step) -> None:
+            order.append(type(self))
+            before_step(self, *arguments)
+
+        monkeypatch.setattr(part, "before_step", noted)
+    with host_memory(dense) as host_fd, engine(dense, storage=spec(host_fd)) as client:
+        client.generate(PROMPTS[:1])
+    assert order[:4] == [HostPins, StorageTier] * 2
 
 
 def test_pins_of_a_killed_engine_end_with_its_restart(dense: Path) -> None:
