@@ -271,7 +271,8 @@ class EngineSupervisor:
         )
         life = self._life = asyncio.create_task(self._see_through(process, watch), name=f"engine {config.name}")
         assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has died already: `_see_through` notices
+        # It may have died already: `_see_through` notices. uvloop raises RuntimeError once it has closed the pipe.
+        with contextlib.suppress(ConnectionError, RuntimeError):
             process.stdin.write(msgspec.json.encode(config) + b"\n")
             await process.stdin.drain()
         return life

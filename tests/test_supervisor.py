@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.errors import EngineError
@@ -40,6 +42,31 @@ def test_an_engine_without_a_descriptor_is_not_started(tmp_path: Path) -> None:
             await supervisor.start()
 
     asyncio.run(start())
+
+
+def test_an_engine_that_dies_before_it_has_its_configuration_fails_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = asyncio.create_subprocess_exec
+
+    async def make_and_kill(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await make(*command, **options)
+        process.kill()
+        assert process.stdin is not None
+        while not process.stdin.is_closing():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        return process
+
+    async def start() -> None:
+        with supervising(tmp_path) as (supervisor, client):
+            client.start()
+            with pytest.raises(EngineError, match="before it was ready"):
+                await asyncio.wait_for(supervisor.start(), DEADLINE_S)
+
+    monkeypatch.setattr("swiftkv.supervisor.asyncio.create_subprocess_exec", make_and_kill)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(start())
 
 
 def test_nobody_waits_for_the_rest_of_a_model_that_is_given_up(tmp_path: Path) -> None:
