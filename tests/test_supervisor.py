@@ -52,10 +52,10 @@ def test_an_engine_that_dies_before_it_has_its_configuration_fails_to_start(
     async def make_and_kill(*command: str, **options: Any) -> asyncio.subprocess.Process:
         process = await make(*command, **options)
         process.kill()
+        await process.wait()
         assert process.stdin is not None
         while not process.stdin.is_closing():
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
         return process
 
     async def start() -> None:
