@@ -171,7 +171,6 @@ class BlockPool {
     // ---- host memory: chunks that this engine has pinned ----
     BlockId host_block(int chunk) const { return first_of(Place::kHost) + chunk; }
     int chunk_of(BlockId host) const { return host - first_of(Place::kHost); }
-    int num_chunks() const { return num_ids() - first_of(Place::kHost); }
     // Turns an absent block in host memory, whose chunk the caller has pinned, into a loading one.
     void start_loading(BlockId absent);
     // Returns the chunks whose blocks have become absent since the last call, and which no step uses any more. A chunk

@@ -14,7 +14,7 @@ from swiftkv._core import Scheduler
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.storage.backend import Status
 from swiftkv.tier.expected_hits import ExpectedHits
-from swiftkv.tier.host_pins import HostPins, SearchPins
+from swiftkv.tier.host_pins import HostPins, Int32Array, SearchPins
 from swiftkv.tier.keys import split_keys
 from swiftkv.tier.load_choice import LoadChooser, Stretch, WaitingPrompt, num_needed
 from swiftkv.tier.loader import Load, Loader, PartRead, Search, Target
@@ -22,8 +22,6 @@ from swiftkv.tier.messages import LoadStop, TierSpec
 from swiftkv.tier.rates import LoadPlanner
 from swiftkv.tier.reach import Reach, Span
 from swiftkv.tier.stored_blocks import HOST_TIER, BlockName
-
-Int32Array = npt.NDArray[np.int32]
 
 _LONGEST_WAIT_S = 60.0
 """The longest wait for storage, even with `wait_complete`. After it, the prompt is computed."""

@@ -399,7 +399,7 @@ def test_a_memory_that_is_closed_gives_its_pins_back() -> None:
 
 
 def test_what_a_killed_writer_has_taken_comes_back_with_its_release() -> None:
-    """Not before: it might only be slow."""
+    """It does not come back before: until then, the writer might only be slow."""
     with host_memory(20 * CHUNK_BYTES, CHUNK_BYTES) as memory:
         medium = medium_of(memory, 1)
         process = start(die_in_a_write, memory, key_of(0), 3 * CHUNK_BYTES, 0)
