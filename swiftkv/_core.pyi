@@ -41,6 +41,9 @@ class GroupSpec:
     A group without a window may have `num_host_blocks` chunks of host memory in which its blocks are attended where
     they lie. Counted in layer blocks from the group's first block in the pool, they begin at `host_first`, each
     `host_stride` after the one before.
+
+    Steps copy the blocks of other groups from chunks of host memory: `num_source_chunks` of one block each, side by
+    side from `source_offset_bytes` of the memory on.
     """
 
     num_layers: Final[int]
@@ -58,6 +61,8 @@ class GroupSpec:
         host_first: int = 0,
         host_stride: int = 1,
         num_host_blocks: int = 0,
+        source_offset_bytes: int = 0,
+        num_source_chunks: int = 0,
     ) -> None: ...
 
 class Link:
@@ -363,7 +368,7 @@ class StepPlan:
         """
     @property
     def num_stream_buffers(self) -> int:
-        """1 or 2; 0: no borrowed block is staged in this step"""
+        """1 or 2; 0: this step stages no borrowed block, and copies none from host memory"""
     @property
     def has_copies(self) -> bool: ...
     def copies(self, group: int, kind: Literal["spill", "load", "store"], buffer: int = 0) -> Int64Array:
@@ -371,7 +376,7 @@ class StepPlan:
 
         A run copies `count` layer blocks of layer 0. In the peer's pool, they lie one block apart, and those of layer l
         lie l layer blocks further on. The same holds in our pool, unless they are staged: then they are contiguous, at
-        the same address for every layer.
+        the same address for every layer. The link that follows the last borrow link is host memory.
 
         Spills go to peers before any of the layer's KV is written here. Loads come before it is written or read. Stores
         go to peers once it is written.
@@ -661,17 +666,19 @@ class Scheduler:
 
     def begin_load(
         self, request_id: int, num_blocks: int, first: int = 0, pinned: Int32Array | None = None
-    ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array]:
+    ) -> tuple[Int32Array, Int32Array, Int32Array, Int64Array, UInt8Array]:
         """Take a block for each of a waiting request's blocks `first` to `num_blocks` that is missing.
 
         Other cached blocks are evicted for them. Room is left for the blocks before `first`, which are computed.
         Requests that would find the new blocks wait for them.
 
-        A block whose chunk of host memory is `pinned`, as in `loadable`, is attended there. The scheduler takes over
-        the pin, and gives it back through `take_unpinned`. It may leave a pin alone, and take a block of the pool.
+        A block whose chunk of host memory is `pinned`, as in `loadable`, is attended there, or the next step copies it
+        from there into the pool. The scheduler takes over the pin, and gives it back through `take_unpinned`. It may
+        leave a pin alone, and take a block of the pool for storage to read into.
 
-        Return for each block the index of its key, its group, its number, and the offset of its bytes from the
-        beginning of the pool: for a block in host memory it is no less than the pool's size.
+        Return for each block the index of its key, its group, its number, the offset of its bytes from the beginning of
+        the pool, and whether the scheduler has taken over its pin. The offset of a block that is attended in host
+        memory is no less than the pool's size; only such a pinned block needs `end_load`.
         Return none if there is no room or nothing to load, while a running request waits for the room of loading
         blocks, and while a step in progress copies blocks.
         """

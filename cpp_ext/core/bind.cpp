@@ -199,17 +199,20 @@ void bind_scheduler(nb::module_& m) {
         .def(
             "__init__",
             [](GroupSpec* self, int num_layers, int num_blocks, int window, int64_t layer_block_bytes,
-               int64_t base_offset_bytes, int blocks_per_extent, int host_first, int host_stride, int num_host_blocks) {
+               int64_t base_offset_bytes, int blocks_per_extent, int host_first, int host_stride, int num_host_blocks,
+               int64_t source_offset_bytes, int num_source_chunks) {
                 new (self) GroupSpec{num_layers,
                                      num_blocks,
                                      window,
                                      layer_block_bytes,
                                      base_offset_bytes,
                                      blocks_per_extent,
-                                     {host_first, host_stride, num_host_blocks}};
+                                     {host_first, host_stride, num_host_blocks},
+                                     {source_offset_bytes, num_source_chunks}};
             },
             "num_layers"_a, "num_blocks"_a, "window"_a = 0, "layer_block_bytes"_a = 0, "base_offset_bytes"_a = 0,
-            "blocks_per_extent"_a = 0, "host_first"_a = 0, "host_stride"_a = 1, "num_host_blocks"_a = 0)
+            "blocks_per_extent"_a = 0, "host_first"_a = 0, "host_stride"_a = 1, "num_host_blocks"_a = 0,
+            "source_offset_bytes"_a = 0, "num_source_chunks"_a = 0)
         .def_ro("num_layers", &GroupSpec::num_layers)
         .def_ro("num_blocks", &GroupSpec::num_blocks)
         .def_ro("window", &GroupSpec::window);

@@ -62,14 +62,16 @@ nb::tuple begin_load(Scheduler& self, RequestId request_id, int num_blocks, int 
         without_gil([&] { return self.begin_load(request_id, num_blocks, first, chunks); });
     std::vector<int32_t> indices, groups, blocks;
     std::vector<int64_t> offsets_bytes;
+    std::vector<uint8_t> has_pin;
     for (const LoadingBlock& block : loading) {
+        has_pin.push_back(block.chunk != kNone);
         indices.push_back(block.index);
         groups.push_back(block.group);
         blocks.push_back(block.block);
         offsets_bytes.push_back(block.offset_bytes);
     }
     return nb::make_tuple(to_array(std::move(indices)), to_array(std::move(groups)), to_array(std::move(blocks)),
-                          to_array(std::move(offsets_bytes)));
+                          to_array(std::move(offsets_bytes)), to_array(std::move(has_pin)));
 }
 
 std::vector<LoadedBlock> loaded_blocks(Input<int32_t> groups, Input<int32_t> blocks) {

@@ -173,8 +173,10 @@ class BlockPool {
     int chunk_of(BlockId host) const { return host - first_of(Place::kHost); }
     // Turns an absent block in host memory, whose chunk the caller has pinned, into a loading one.
     void start_loading(BlockId absent);
-    // Returns the chunks whose blocks have become absent since the last call, and which no step uses any more. A chunk
-    // may be named several times, once for each time that its block became absent.
+    // Notes that a step has copied a block from a chunk, and needs its pin no more.
+    void note_unpinned(int chunk) { unpinned_.push_back({chunk, 0}); }
+    // Returns the chunks whose blocks have become absent since the last call, and which no step uses any more, and
+    // those of note_unpinned(). A chunk may be named several times, once for each pin.
     std::vector<int> take_unpinned();
 
     // ---- layer-stream cache ----

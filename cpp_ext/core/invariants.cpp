@@ -173,6 +173,9 @@ void KvCache::check(std::span<const BlockTable* const> tables,
         for (const BlockTable* table : tables)
             for (int32_t entry : table->groups[g].entries)
                 if (entry != kNoBlock) ++refs[block_of(g, entry)];
+        for (const ChunkCopy& copy : group.moves_up) ++refs[copy.local];
+        for (const ChunkCopy& copy : group.coming)
+            check_that(group.pool.state(copy.local) == BlockState::kLoading, "a block that will be copied is loading");
         group.pool.check(refs);
         const GroupStats s = stats()[g];
         check_that(s.free + s.used + s.cached + s.lent + s.in_flight + s.staging + s.loading + s.elsewhere == s.total,

@@ -59,6 +59,7 @@ KvCache::KvCache(std::vector<GroupSpec> groups, int block_size, const std::vecto
         has_full_attention_ |= spec.window == 0;
         has_windows_ |= spec.window > 0;
         can_attend_host_ |= spec.host.count > 0;
+        can_move_up_ |= spec.source.count > 0;
     }
     std::vector<int> num_lending(groups.size());
     for (const Link& link : lend_links) lend_links_.push_back({link.group, num_lending[link.group]++});

@@ -63,6 +63,7 @@ struct StoredBlock {
 struct LoadingBlock {
     int index;  // the index of its key among the prompt's keys
     int group;
+    int chunk;  // the pinned chunk that it is, or from which the next step copies it; kNone: storage reads it
     BlockId block;
     int64_t offset_bytes;  // from the beginning of the pool
 };
@@ -130,6 +131,9 @@ class KvCache {
     bool shares_extents() const { return division_.is_shared(); }
     bool can_borrow() const { return !borrow_links_.empty(); }
     bool can_attend_host() const { return can_attend_host_; }
+    bool can_copy() const { return can_borrow() || can_move_up_; }
+    // The number by which plans name host memory: it follows those of the borrow links.
+    int host_link() const { return static_cast<int>(borrow_links_.size()); }
     BlockTable make_table() const { return {std::vector<BlockTable::Group>(groups_.size()), 0}; }
 
     // Gives an empty table the longest usable cached prefix of `keys`. A prefix is usable if every full-attention group
@@ -281,11 +285,14 @@ class KvCache {
     // a lower place stay there, and need no room; nor do blocks whose chunks are pinned.
     int local_room(std::span<const BlockKey> keys, PinnedChunks pinned) const;
     // Takes a block for each block that the prefix `keys` needs from block `first` on and that is not here: its pinned
-    // chunk, or else a free local block, such that `spare` blocks stay available. With `may_evict`, it evicts cached
-    // blocks for them, except those of the prefixes `kept`. Returns an empty list, with nothing changed, if there is no
-    // room.
+    // chunk if the group is attended there, or else a free local block, such that `spare` blocks stay available. With
+    // `may_evict`, it evicts cached blocks for them, except those of the prefixes `kept`. Returns an empty list, with
+    // nothing changed, if there is no room.
     std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, PinnedChunks pinned, Spare spare,
                                          bool may_evict, std::span<const std::span<const BlockKey>> kept);
+    // Has the step that is being planned copy the blocks that begin_load() has found in pinned chunks, and holds them
+    // until it settles.
+    void move_up();
     // Returns the chunks of host memory that the cache has ceased to use since the last call, once for each time that
     // it took one in begin_load().
     std::vector<int> take_unpinned();
@@ -320,6 +327,8 @@ class KvCache {
     const std::vector<BlockCopy>& spills(int group) const { return groups_[group].spills; }
     const std::vector<BlockCopy>& moves_in(int group) const { return groups_[group].moves_in; }
     const std::vector<BlockMove>& moves_across(int group) const { return groups_[group].moves_across; }
+    const std::vector<ChunkCopy>& moves_up(int group) const { return groups_[group].moves_up; }
+    bool has_moves_up() const;
     bool has_copies() const;
     // The moves within the pool that the step planned last makes before anything else, in this order.
     const std::vector<LocalMove>& local_moves() const { return local_moves_; }
@@ -419,7 +428,8 @@ class KvCache {
     bool can_store(int group, BlockId block) const;
     StoredBlock stored_block(const BlockKey& key, int group, BlockId block) const;
     std::vector<LoadingBlock> missing_from(std::span<const BlockKey> keys, int first, PinnedChunks pinned) const;
-    BlockId pinned_block(int group, size_t index, PinnedChunks pinned) const;
+    int pinned_chunk(int group, size_t index, PinnedChunks pinned) const;
+    BlockId attended_block(int group, int chunk) const;
     void hold_present(std::span<const BlockKey> keys, std::vector<std::pair<int, BlockId>>& held);
     bool is_known_to_lack_room(std::span<const int> wanted, std::span<const std::span<const BlockKey>> kept) const;
     int64_t num_moves() const;
@@ -453,7 +463,7 @@ class KvCache {
     std::vector<KvGroup> groups_;
     std::vector<LocalMove> local_moves_;
     std::vector<LinkOfGroup> lend_links_, borrow_links_;
-    bool has_full_attention_ = false, has_windows_ = false, can_attend_host_ = false;
+    bool has_full_attention_ = false, has_windows_ = false, can_attend_host_ = false, can_move_up_ = false;
     int64_t num_window_losses_ = 0;  // losses of blocks after which a match may be shorter and need fewer window blocks
     PrefixIndex index_;
     Boundaries boundaries_;

@@ -223,7 +223,8 @@ BlockPool::Location KvCache::locate(int g, BlockId borrowed) const {
 
 bool KvCache::has_copies() const {
     return std::any_of(groups_.begin(), groups_.end(), [](const KvGroup& group) {
-        return !group.spills.empty() || !group.moves_in.empty() || !group.moves_across.empty();
+        return !group.spills.empty() || !group.moves_in.empty() || !group.moves_across.empty() ||
+               !group.moves_up.empty();
     });
 }
 

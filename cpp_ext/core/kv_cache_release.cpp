@@ -93,6 +93,12 @@ void KvCache::settle() {
     for (KvGroup& group : groups_) {
         group.pool.settle();
         if (num_steps_ > 0) continue;  // the copies belong to the next step
+        // Last block first: see evict().
+        for (auto it = group.moves_up.rbegin(); it != group.moves_up.rend(); ++it) {
+            group.pool.drop_ref(it->local);
+            group.pool.note_unpinned(it->chunk);
+        }
+        group.moves_up.clear();
         group.num_unfreshed += group.num_fresh;
         group.num_fresh = 0;
         group.spills.clear();
@@ -109,6 +115,7 @@ void KvCache::settle_failed() {
         };
         for (const BlockCopy& copy : groups_[g].spills) forget(copy.borrowed);
         for (const BlockCopy& copy : groups_[g].moves_in) forget(copy.local);
+        for (const ChunkCopy& copy : groups_[g].moves_up) forget(copy.local);
         for (const BlockMove& move : groups_[g].moves_across) forget(move.to);
         for (const LocalMove& move : local_moves_)
             if (move.group == g) forget(move.to);

@@ -91,10 +91,11 @@ std::vector<Gain> KvCache::most_gains(std::span<const BlockTable* const> tables)
 }
 
 bool KvCache::is_short_of_loads(const BlockTable& table, int chunk_end, int prompt_end) const {
-    if (!has_loading()) return false;
+    if (!has_loading() && !has_moves_up()) return false;
     std::vector<Gain> gains;
     for (const KvGroup& group : groups_)
-        gains.push_back({.local = group.pool.count(Place::kLocal, BlockState::kLoading)});
+        gains.push_back(
+            {.local = group.pool.count(Place::kLocal, BlockState::kLoading) + static_cast<int>(group.moves_up.size())});
     return has_room_with(gains, table, chunk_end, prompt_end, 0);
 }
 

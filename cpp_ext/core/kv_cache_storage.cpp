@@ -194,7 +194,7 @@ int KvCache::local_room(std::span<const BlockKey> keys, PinnedChunks pinned) con
             const BlockId block = node == kNone ? kNone : index_.block(node, g);
             if (groups_[g].spec.window > 0)  // a group that shares no extents has room for its tail
                 needed[g] = division_.is_shared() ? longer - first_of_match(g, longer) : 0;
-            else if (block == kNone ? pinned_block(g, i, pinned) == kNone
+            else if (block == kNone ? attended_block(g, pinned_chunk(g, i, pinned)) == kNone
                                     : groups_[g].pool.place(block) == Place::kLocal)
                 ++needed[g];
         }
@@ -245,25 +245,32 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
     return {};
 }
 
-// Returns the blocks that a prefix needs from block `first` on and that are missing, with their blocks in host memory.
+// Returns the blocks that a prefix needs from block `first` on and that are missing, with their chunks, and their
+// blocks in host memory.
 std::vector<LoadingBlock> KvCache::missing_from(std::span<const BlockKey> keys, int first, PinnedChunks pinned) const {
     const int length = static_cast<int>(keys.size());
     std::vector<LoadingBlock> missing;
     for (int g = 0; g < num_groups(); ++g) {
         for (int i = std::max(first, first_of_match(g, length)); i < length; ++i) {
             const NodeId node = index_.find(keys[i]);
-            if (node == kNone || index_.block(node, g) == kNone)
-                missing.push_back({i, g, pinned_block(g, static_cast<size_t>(i), pinned), 0});
+            if (node != kNone && index_.block(node, g) != kNone) continue;
+            const int chunk = pinned_chunk(g, static_cast<size_t>(i), pinned);
+            const BlockId block = attended_block(g, chunk);
+            const bool is_used = block != kNone || spec(g).source.count > 0;
+            missing.push_back({i, g, is_used ? chunk : kNone, block, 0});
         }
     }
     return missing;
 }
 
-// Returns the block in host memory of a pinned chunk. kNone if there is none, or if requests still hold it although the
-// index has forgotten it: then its bytes are copied.
-BlockId KvCache::pinned_block(int g, size_t index, PinnedChunks pinned) const {
-    const int chunk = pinned.empty() ? kNone : pinned[index * groups_.size() + g];
-    if (chunk == kNone) return kNone;
+int KvCache::pinned_chunk(int g, size_t index, PinnedChunks pinned) const {
+    return pinned.empty() ? kNone : pinned[index * groups_.size() + g];
+}
+
+// Returns the block in host memory of a pinned chunk. kNone if the group is not attended there, or if requests still
+// hold the block although the index has forgotten it: then storage reads its bytes.
+BlockId KvCache::attended_block(int g, int chunk) const {
+    if (chunk == kNone || spec(g).host.count == 0) return kNone;
     const BlockId block = groups_[g].pool.host_block(chunk);
     return groups_[g].pool.state(block) == BlockState::kAbsent ? block : kNone;
 }
@@ -308,6 +315,7 @@ void KvCache::load_into(LoadingBlock& load, const BlockKey& key, std::vector<int
         free_one(load.group, wanted);
         --wanted[load.group];
         load.block = pool.start_loading();
+        if (load.chunk != kNone) groups_[load.group].coming.push_back({load.chunk, load.block});
     } else {
         pool.start_loading(load.block);
     }
@@ -398,6 +406,28 @@ void KvCache::end_load(std::span<const LoadedBlock> blocks, bool is_loaded) {
 }
 
 // ---- host memory ----
+
+// A block that the index has forgotten meanwhile is not copied.
+void KvCache::move_up() {
+    for (int g = 0; g < num_groups(); ++g) {
+        BlockPool& pool = groups_[g].pool;
+        for (const ChunkCopy& copy : std::exchange(groups_[g].coming, {})) {
+            const bool is_wanted = pool.node(copy.local) != kNone;
+            pool.stop_loading(copy.local);
+            tell_loaded(g, copy.local, is_wanted);
+            if (is_wanted) {
+                pool.add_ref(copy.local);
+                groups_[g].moves_up.push_back(copy);
+            } else {
+                pool.note_unpinned(copy.chunk);
+            }
+        }
+    }
+}
+
+bool KvCache::has_moves_up() const {
+    return std::ranges::any_of(groups_, [](const KvGroup& group) { return !group.moves_up.empty(); });
+}
 
 std::vector<int> KvCache::take_unpinned() {
     std::vector<int> chunks;

@@ -20,6 +20,12 @@ struct BlockMove {
     BlockId from, to;
 };
 
+// A whole block that a step copies from a pinned chunk of host memory, layer by layer.
+struct ChunkCopy {
+    int chunk;
+    BlockId local;
+};
+
 // The state of one KV group in the cache.
 struct KvGroup {
     GroupSpec spec;
@@ -32,8 +38,10 @@ struct KvGroup {
     std::vector<BlockCopy> spills = {};        // local to borrowed
     std::vector<BlockCopy> moves_in = {};      // borrowed to local
     std::vector<BlockMove> moves_across = {};  // borrowed to borrowed
-    std::vector<BlockId> missing = {};         // ascending: targets of moves whose source was lost meanwhile
-    std::vector<int> num_gone = {};            // scratch of KvCache::releases_needed(), by block: 0 before and after it
+    std::vector<ChunkCopy> moves_up = {};  // from host memory to local blocks, which the step holds until it settles
+    std::vector<ChunkCopy> coming = {};    // the same for the next step; the blocks are loading until then
+    std::vector<BlockId> missing = {};     // ascending: targets of moves whose source was lost meanwhile
+    std::vector<int> num_gone = {};        // scratch of KvCache::releases_needed(), by block: 0 before and after it
 
     bool has_window() const { return spec.window > 0; }
 };

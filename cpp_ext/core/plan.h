@@ -10,7 +10,7 @@
 
 namespace swiftkv {
 
-// Copies of layer blocks between our pool and lenders' pools, as runs. Row i of `rows` is
+// Copies of layer blocks between our pool and lenders' pools or host memory, as runs. Row i of `rows` is
 //   link, peer_offset_bytes, local_offset_bytes, count, staged
 // and copies `count` layer blocks of layer 0. In the peer's pool, they lie one block apart, and those of layer l lie l
 // layer blocks further on. The same holds in our pool, unless they are staged: then they are contiguous, at the same

@@ -34,7 +34,7 @@ std::unique_ptr<StepPlan> PlanWriter::write(std::span<const StepRow> rows, std::
         plan->local_moves.insert(plan->local_moves.end(), {group, from, to});
     plan->work.num_copies += static_cast<double>(cache_.local_moves().size());
     plan->copies.resize(cache_.num_groups());
-    if (cache_.can_borrow()) {
+    if (cache_.can_copy()) {
         write_streams(*plan, rows);
         write_copies(*plan);
     }
@@ -138,6 +138,7 @@ void PlanWriter::write_streams(StepPlan& plan, std::span<const StepRow> rows) co
         is_streaming |= num_streamed > 0;
         if (2 * num_streamed > cache_.num_staging_layer_blocks(g)) num_buffers = 1;
     }
+    is_streaming |= cache_.has_moves_up();  // with two buffers, each layer is loaded while the one before is computed
     if (!is_streaming) num_buffers = 1;
     plan.num_stream_buffers = is_streaming ? num_buffers : 0;
     plan.stream_tables.resize(num_buffers, plan.stream_tables[0]);
@@ -177,8 +178,12 @@ void PlanWriter::write_copies(StepPlan& plan) const {
                      spec.layer_block_bytes);
         };
         for (const BlockCopy& copy : cache_.spills(g)) add_to(plan.copies[g].spills, copy);
-        for (CopyRuns& loads : plan.copies[g].loads)
+        for (CopyRuns& loads : plan.copies[g].loads) {
             for (const BlockCopy& copy : cache_.moves_in(g)) add_to(loads, copy);
+            for (const auto& [chunk, local] : cache_.moves_up(g))
+                loads.add(cache_.host_link(), spec.source.offset_bytes + chunk * block_bytes,
+                          spec.base_offset_bytes + local * block_bytes, false, block_bytes, spec.layer_block_bytes);
+        }
         // Every stream buffer copies the same blocks, each its own layers of them.
         const GroupCopies& copies = plan.copies[g];
         plan.work.num_copies += copies.spills.num_blocks();

@@ -113,6 +113,7 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
     cache_.forget_idle_moves();  // of blocks that were let go meanwhile
     // The copies go alone: the lender that recalled extents waits for them, and should not wait for a step as well.
     if (cache_.has_copies()) return open(step);
+    move_up();
     fill(step);
     meetings_.insert(meetings_.end(), step.meetings().begin(), step.meetings().end());
     note_demand();  // before drafts, which are not demand
@@ -127,6 +128,12 @@ std::unique_ptr<StepPlan> Scheduler::plan_step(double now_s) noexcept {
         cache_.cancel_step();
     }
     return nullptr;
+}
+
+// Has the step copy blocks from host memory. The requests that wait for them find them from here on.
+void Scheduler::move_up() {
+    cache_.move_up();
+    if (cache_.has_moves_up()) refusal_.forget();  // as in end_load()
 }
 
 // Fills a step. Running requests go on before any is admitted, except for those that the order puts before prompts. If

@@ -120,7 +120,8 @@ class Scheduler {
     // - if a step in progress copies blocks,
     // - if a running request waits for the room of loading blocks, or
     // - if there is no room without evicting what storage has loaded for requests that have not begun.
-    // A block whose chunk is pinned is taken in host memory. The cache then has the pin: see take_unpinned().
+    // A block whose chunk is pinned is taken in host memory, or the next step copies it from there. The cache then has
+    // the pin: see take_unpinned().
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first, PinnedChunks pinned = {});
     std::vector<int> take_unpinned();
     // Evicts all cached blocks that lie in host memory. Returns false, with nothing changed, while a step in progress
@@ -183,6 +184,7 @@ class Scheduler {
     void clear_the_way(StepBuilder& step);
     std::unique_ptr<StepPlan> open(StepBuilder& step);
     void settle_lending();
+    void move_up();
     void note_demand() { demand_.note(roster_.num_running()); }
 
     void commit_row(const StepRow& row, std::span<const TokenId> sampled, StepResult& result);

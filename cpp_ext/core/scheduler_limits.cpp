@@ -70,6 +70,8 @@ void check_group(const GroupSpec& spec, const std::string& name) {
                 !__builtin_add_overflow(host.first, end_of_host, &end_of_host),
             name + " has more layer blocks in host memory than an int32 can count");
     require(host.count == 0 || spec.window == 0, name + " has a window, and is not attended in host memory");
+    require(spec.source.count >= 0 && spec.source.offset_bytes >= 0 && (spec.source.count == 0 || host.count == 0),
+            name + " needs chunks of host memory to copy from, at no negative offset, unless it is attended there");
 }
 
 void check_link(const Link& link, const std::vector<GroupSpec>& groups) {

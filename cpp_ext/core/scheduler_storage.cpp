@@ -109,7 +109,8 @@ void Scheduler::check_pinned(PinnedChunks pinned, size_t num_keys) const {
     if (pinned.empty()) return;
     check_has_cells("pinned", pinned.size(), num_keys, cache_.num_groups());
     for (size_t cell = 0; cell < pinned.size(); ++cell) {
-        const int num_chunks = cache_.spec(static_cast<int>(cell % cache_.num_groups())).host.count;
+        const GroupSpec& spec = cache_.spec(static_cast<int>(cell % cache_.num_groups()));
+        const int num_chunks = std::max(spec.host.count, spec.source.count);
         if (pinned[cell] != kNone && (pinned[cell] < 0 || pinned[cell] >= num_chunks))
             throw std::invalid_argument("pinned: host memory has no chunk " + std::to_string(pinned[cell]) +
                                         " for this group");

@@ -69,6 +69,13 @@ struct HostChunks {
     int count = 0;
 };
 
+// The chunks of host memory from which steps copy a group's blocks to the pool. Each holds one block, and they lie side
+// by side from `offset_bytes` of the memory on.
+struct HostSource {
+    int64_t offset_bytes = 0;
+    int count = 0;
+};
+
 struct GroupSpec {
     int num_layers;
     int num_blocks;
@@ -79,6 +86,7 @@ struct GroupSpec {
     // has its blocks to itself.
     int blocks_per_extent = 0;
     HostChunks host = {};
+    HostSource source = {};  // a group has no chunks here if it is attended in others
 };
 
 // The extents that one KV group of this engine may lend to a group of another engine, or borrow from it. If groups

@@ -94,7 +94,8 @@ class Loads:
     3. waits until the pool has room for them (`_begin`, `_try_again`);
     4. goes on when they are read (`_read`), or computes the front of its prompt while the back is read.
 
-    Blocks that steps attend to in host memory need no room and no reading: the search has pinned and verified them.
+    Blocks that steps read in host memory need no reading here: the search has pinned and verified them. Those that
+    steps attend to there need no room, either; the others are copied by the next step.
 
     It asks storage only once, and goes on at its deadline with the blocks that have come by then, whatever storage does
     (`apply`, `_give_up`). While a call hangs, no request is held.
@@ -112,7 +113,7 @@ class Loads:
         max_num_seqs: int,
         host: HostPins | None = None,
     ) -> None:
-        """`host` is there if steps attend to blocks in host memory."""
+        """`host` is there if steps read blocks in host memory."""
         self._spec = spec
         self._scheduler = scheduler
         self._loader = loader
@@ -309,16 +310,19 @@ class Loads:
         if length <= num_usable or self._is_here(is_resident, begin, length):
             self._let_go(wait)
             return True
-        indices, groups, blocks, offsets = self._scheduler.begin_load(wait.request_id, length, begin, wait.pinned)
+        indices, groups, blocks, offsets, has_pin = self._scheduler.begin_load(
+            wait.request_id, length, begin, wait.pinned
+        )
         if not len(blocks):
             return False
         expected = ExpectedHits(wait.prompt.num_usable, length, is_back)
         self._expected[wait.request_id] = expected
         self.num_loads += 1
-        here = offsets >= self._pool_bytes  # in host memory
-        if here.any():
-            expected.tiers |= self._attend(wait, indices[here], groups[here], blocks[here])
-        targets = self._targets(block_keys, is_back, indices[~here], groups[~here], blocks[~here], offsets[~here])
+        pinned = has_pin != 0
+        if pinned.any():
+            expected.tiers |= self._hand_over(wait, indices[pinned], groups[pinned], blocks[pinned], offsets[pinned])
+        left = ~pinned
+        targets = self._targets(block_keys, is_back, indices[left], groups[left], blocks[left], offsets[left])
         if not targets:
             self._let_go(wait)
             return True
@@ -331,12 +335,22 @@ class Loads:
             self._scheduler.meet(wait.request_id, length)
         return True
 
-    def _attend(self, wait: _Wait, indices: Int32Array, groups: Int32Array, blocks: Int32Array) -> dict[int, str]:
+    def _hand_over(
+        self,
+        wait: _Wait,
+        indices: Int32Array,
+        groups: Int32Array,
+        blocks: Int32Array,
+        offsets_bytes: npt.NDArray[np.int64],
+    ) -> dict[int, str]:
         """Use blocks in host memory, whose pins the scheduler has taken over. Return their tiers by index."""
         assert wait.pins is not None
         wait.pins.hand_over(indices * len(self._groups) + groups)
-        self._scheduler.end_load(groups, blocks, is_loaded=True)
+        attended = offsets_bytes >= self._pool_bytes
+        if attended.any():
+            self._scheduler.end_load(groups[attended], blocks[attended], is_loaded=True)
         self.loaded_blocks += len(blocks)
+        self.loaded_bytes += sum(self._groups[group].block_bytes for group in groups[~attended].tolist())
         return dict.fromkeys(indices.tolist(), HOST_TIER)
 
     def _targets(

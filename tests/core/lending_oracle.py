@@ -29,6 +29,7 @@ LOCAL = 0  # the place of a block in the engine's own pool
 WIDTH_BYTES = 64  # of a layer block; any number does
 PEER_BASE_BYTES = 10_000
 LOCAL_BASE_BYTES = 1_000
+HOST_BASE_BYTES = 5_000
 
 Marks = list[tuple[int, int, int] | None]  # the number of a prefix, the KV group, its layer
 
@@ -55,6 +56,8 @@ class LendingSetup:
     stream_buffers: int = 2
     retention_interval: int | None = None
     blocks_per_extent: tuple[int, ...] = ()  # of each group, where they share extents; links lend in the first's name
+    sources: tuple[int, ...] = ()  # the groups whose blocks steps copy from chunks of host memory, all of one size
+    num_chunks: int = 0
 
     def block_bytes(self, group: int) -> int:
         return self.groups[group][0] * WIDTH_BYTES
@@ -72,6 +75,18 @@ class LendingSetup:
         sizes = (num_blocks * self.block_bytes(group) for group, (_, num_blocks, _) in enumerate(self.groups))
         return list(itertools.accumulate(sizes, initial=LOCAL_BASE_BYTES))
 
+    def _spec(self, group: int) -> _core.GroupSpec:
+        size = self.blocks_per_extent[group] if self.blocks_per_extent else 0
+        num_chunks = self.num_chunks if group in self.sources else 0
+        return _core.GroupSpec(
+            *self.groups[group],
+            WIDTH_BYTES,
+            self.base_bytes(group),
+            size,
+            source_offset_bytes=HOST_BASE_BYTES,
+            num_source_chunks=num_chunks,
+        )
+
     @property
     def num_extents(self) -> int:
         """The extents that groups share."""
@@ -87,9 +102,8 @@ class LendingSetup:
         return total
 
     def scheduler(self) -> _core.Scheduler:
-        sizes = self.blocks_per_extent or (0,) * len(self.groups)
         return _core.Scheduler(
-            [_core.GroupSpec(*spec, WIDTH_BYTES, self.base_bytes(g), sizes[g]) for g, spec in enumerate(self.groups)],
+            [self._spec(g) for g in range(len(self.groups))],
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -503,6 +517,7 @@ class LendingEngine:
 
     def _to_peer(self, group: int, runs: np.ndarray, layer: int) -> None:
         for link, peer, local in self._layer_blocks(group, runs, layer):
+            assert link < len(self.setup.borrow), "a step writes to host memory"
             self._may_reach(group, link, peer)
             self.peers[link][peer] = list(self.local.get(local, []))
 
@@ -516,9 +531,12 @@ class LendingEngine:
     def _load(self, plan: _core.StepPlan, group: int, layer: int) -> None:
         runs = plan.copies(group, "load", self._buffer(plan, layer))
         for link, peer, local in self._layer_blocks(group, runs, layer):
-            self._may_reach(group, link, peer)
-            self.local[local] = list(self.peers[link].get(peer, []))
+            self.local[local] = self._bytes_of_peer(group, link, peer)
             self.streamed_blocks += 1
+
+    def _bytes_of_peer(self, group: int, link: int, peer: int) -> Marks:
+        self._may_reach(group, link, peer)
+        return list(self.peers[link].get(peer, []))
 
     def _rows(self, step: Planned, group: int) -> list[Row]:
         plan = step.plan

@@ -228,7 +228,8 @@ class StorageEngine(Engine):
         before = self._brought_for_others(request_id)
         loading = self.scheduler.begin_load(request_id, length, first, pinned)
         assert before <= self._brought_for_others(request_id), "one load evicts what another has brought"
-        for index, group, block, offset in zip(*(array.tolist() for array in loading), strict=True):
+        for index, group, block, offset, has_pin in zip(*(array.tolist() for array in loading), strict=True):
+            assert bool(has_pin) == self.is_of_host(group, block)
             assert not resident[index, group]
             assert stored[index, group]
             assert self.block_at(group, offset) == block

@@ -65,7 +65,7 @@ class Scene:
         assert self.pool.host_blocks is not None
         assert self.pool.host_memory is not None
         self.medium = HostMedium(self.pool.host_memory)
-        self.pins = HostPins(self.medium, 0)
+        self.pins = HostPins(self.medium, {0})
         self.storage = SlowToFind()
         self.owner = Owner()
         self.put(self.writer, host)

@@ -113,7 +113,7 @@ MUTANTS = [
     one(
         "a pinned block needs room",
         CACHE_STORAGE,
-        "block == kNone ? pinned_block(g, i, pinned) == kNone",
+        "block == kNone ? attended_block(g, pinned_chunk(g, i, pinned)) == kNone",
         "block == kNone ? true",
     ),
     one(

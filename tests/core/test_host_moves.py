@@ -1,0 +1,261 @@
+"""Steps copy blocks from pinned chunks of host memory into the pool, layer by layer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from lending_oracle import BorrowSetup, LendingSetup
+from lending_storage_oracle import MovingEngine
+from test_lending_states import SETUPS
+from test_lending_storage import LendingWithStorage
+
+from swiftkv._core import GroupSpec, Scheduler
+from swiftkv.policies import WritePolicy
+
+BLOCK = 4
+NUM_HISTORIES = 15
+RARE = ["store", "abort", "host", "storage", "lend", "load", "pin"]
+DENSE = LendingSetup(((3, 16, 0),), (), sources=(0,), num_chunks=24)
+HYBRID = LendingSetup(((2, 24, 0), (2, 16, 9)), (), sources=(0, 1), num_chunks=32)
+WINDOW = LendingSetup(((1, 24, 0), (2, 16, 9)), (), sources=(1,), num_chunks=32)
+HYBRID_BORROWS = replace(HYBRID, borrow=(BorrowSetup(0, 4, 2),))
+WINDOW_BORROWS = replace(WINDOW, borrow=(BorrowSetup(0, 4, 2),))
+BORROWS = LendingSetup(((3, 12, 0),), (BorrowSetup(0, 4, 2),), sources=(0,), num_chunks=24)
+
+
+def with_sources(setup: LendingSetup) -> LendingSetup:
+    """Return the setup with host memory whose chunks are blocks of the first group, and of all that are as large."""
+    same = (g for g in range(len(setup.groups)) if setup.block_bytes(g) == setup.block_bytes(0))
+    return replace(setup, sources=tuple(same), num_chunks=10)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 3, length).tolist()
+
+
+def stored(setup: LendingSetup, *prompts: list[int]) -> MovingEngine:
+    """Return an engine that has put prompts into host memory, and forgotten them."""
+    e = MovingEngine(setup, random.Random(0))
+    for number, tokens in enumerate(prompts):
+        e.add(100 + number, tokens, 1)
+        run(e)
+    e.scheduler.reset_prefix_cache()
+    for name in list(e.storage):
+        e.storage_forgets(name)
+    return e
+
+
+def run(e: MovingEngine) -> None:
+    while e.schedule():
+        e.commit()
+        e.store()
+        e.check()
+
+
+def bring(e: MovingEngine, request_id: int, tokens: list[int], max_tokens: int = 4) -> int:
+    """Add a request, and take the blocks that its next step copies. Return how many these are."""
+    before = len(e.coming)
+    e.add_held(request_id, tokens, max_tokens)
+    assert e.begin_load(request_id) is None
+    e.let_go(request_id)
+    return len(e.coming) - before
+
+
+@pytest.mark.parametrize("setup", [DENSE, HYBRID, BORROWS], ids=["dense", "hybrid", "borrows"])
+def test_the_next_step_copies_the_blocks_and_computes_the_rest(setup: LendingSetup) -> None:
+    e = stored(setup, prompt(33))
+    assert bring(e, 1, [*prompt(33), 1]) > 0
+    assert e.schedule()
+    plan = e.planned[-1].plan
+    assert plan.new_cached_tokens.tolist() == [32]
+    assert np.diff(plan.query_starts).tolist() == [2]
+    assert plan.has_copies
+    assert plan.num_stream_buffers == 2
+    e.commit()
+    e.take_unpinned()
+    assert all(chunk.num_pins == 0 for chunk in e.chunks)
+    e.drain()
+
+
+def test_chunks_side_by_side_are_one_run() -> None:
+    e = stored(DENSE, prompt(33))
+    assert bring(e, 1, [*prompt(33), 1]) == 8
+    assert e.schedule()
+    for buffer in range(2):
+        assert e.planned[-1].plan.copies(0, "load", buffer)[:, 3].tolist() == [8]
+    e.drain()
+
+
+def test_a_step_without_tokens_copies_what_an_aborted_request_has_left() -> None:
+    e = stored(DENSE, prompt(33))
+    bring(e, 1, [*prompt(33), 1])
+    e.abort(1)
+    assert e.schedule()
+    plan = e.planned[-1].plan
+    assert not len(plan.request_ids)
+    assert plan.has_copies
+    e.commit()
+    e.check()
+    e.add(2, [*prompt(33), 2], 1)
+    assert e.schedule()
+    assert e.planned[-1].plan.new_cached_tokens.tolist() == [32]
+    e.drain()
+
+
+def test_a_block_that_is_forgotten_meanwhile_is_not_copied() -> None:
+    e = stored(DENSE, prompt(33))
+    bring(e, 1, [*prompt(33), 1], 1)
+    e.scheduler.reset_prefix_cache()
+    assert e.schedule()
+    plan = e.planned[-1].plan
+    assert not plan.has_copies
+    assert plan.new_cached_tokens.tolist() == [0]
+    e.take_unpinned()
+    assert all(chunk.num_pins == 0 for chunk in e.chunks)
+    e.drain()
+
+
+def test_a_step_in_progress_keeps_the_pins_and_no_other_is_planned() -> None:
+    e = stored(DENSE, prompt(33))
+    bring(e, 1, [*prompt(33), 1])
+    assert e.schedule()
+    e.take_unpinned()
+    assert sum(chunk.num_pins for chunk in e.chunks) == 8
+    assert e.scheduler.schedule(e.now_s) is None
+    e.commit()
+    e.take_unpinned()
+    assert not sum(chunk.num_pins for chunk in e.chunks)
+    e.drain()
+
+
+def test_a_second_request_shares_what_comes() -> None:
+    e = stored(DENSE, prompt(33))
+    assert bring(e, 1, [*prompt(33), 1]) == 8
+    assert bring(e, 2, [*prompt(33), 2]) == 0
+    assert e.schedule()
+    assert e.planned[-1].plan.new_cached_tokens.tolist() == [32, 32]
+    e.drain()
+
+
+def test_a_group_is_attended_in_host_memory_or_copied_from_there() -> None:
+    both = GroupSpec(2, 8, 0, 64, 0, host_first=16, host_stride=2, num_host_blocks=4, num_source_chunks=4)
+    with pytest.raises(ValueError, match="attended"):
+        Scheduler([both], block_size=4, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=32)
+
+
+def test_a_chunk_that_is_not_there_is_refused() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add_held(1, prompt(33), 1)
+    pinned = np.full(8, DENSE.num_chunks, np.int32)
+    with pytest.raises(ValueError, match="has no chunk 24"):
+        e.scheduler.begin_load(1, 8, 0, pinned)
+    e.let_go(1)
+    e.drain()
+
+
+class Moves(LendingWithStorage):
+    """All that happens beside lending and storage, and host memory that others overwrite, from which steps copy."""
+
+    engine: MovingEngine
+
+    @initialize(
+        setup=st.sampled_from(
+            [with_sources(s) for s in SETUPS if s.enable_prefix_caching] + [BORROWS, HYBRID_BORROWS, WINDOW_BORROWS]
+        ),
+        seed=st.integers(0, 99),
+        policy=st.sampled_from(["write_through", "write_back"]),
+    )
+    def start(self, setup: LendingSetup, seed: int, policy: WritePolicy) -> None:
+        self.engine = MovingEngine(setup, random.Random(seed), policy)
+        self.next_id = 0
+
+    @precondition(lambda self: self.engine.storage)
+    @rule(pick=st.integers(0, 999))
+    def storage_forgets(self, pick: int) -> None:
+        names = list(self.engine.storage)
+        self.engine.storage_forgets(names[pick % len(names)])
+
+    @precondition(lambda self: not self.engine.planned)
+    @rule(length=st.integers(9, 40), seed=st.integers(0, 2), max_tokens=st.integers(1, 12), is_let_go=st.booleans())
+    def bring_back(self, length: int, seed: int, max_tokens: int, is_let_go: bool) -> None:
+        """Put all that is here into host memory, forget it, and bring some of it back: by itself this is rare."""
+        self.engine.store()
+        self.engine.scheduler.reset_prefix_cache()
+        request_id = self.next_id
+        self.add_held(length, seed, max_tokens)
+        self.engine.begin_load(request_id)
+        if is_let_go:
+            self.engine.let_go(request_id)
+
+    @rule(pick=st.integers(0, 99))
+    def host_forgets(self, pick: int) -> None:
+        self.engine.host_forgets(pick % len(self.engine.chunks))
+
+
+Moves.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestMoves = Moves.TestCase
+
+
+def act(e: MovingEngine, rng: random.Random, request_id: int) -> None:
+    """Do one thing that may happen to an engine with host memory, peers and storage."""
+    tokens = [*prompt(4 * rng.randint(2, 9), rng.randint(0, 2)), rng.randint(0, 9)]
+    match rng.choice(["bring"] * 3 + ["step"] * 6 + ["reset"] * 2 + RARE):
+        case "bring":
+            e.add_held(request_id, tokens, rng.randint(1, 8))
+            first = rng.choice([0, 0, 0, 1, 2])
+            if first and e.scheduler.can_meet:
+                e.meet(request_id, first)
+            else:
+                e.begin_load(request_id)
+            if rng.random() < 0.8:
+                e.let_go(request_id)
+        case "step":
+            if len(e.planned) < 2:
+                e.schedule()
+            if e.planned and rng.random() < 0.7:
+                e.commit()
+        case "store":
+            e.store()
+        case "reset":
+            e.store()
+            e.scheduler.reset_prefix_cache()
+        case "abort" if e.requests:
+            e.abort(rng.choice(sorted(e.requests)))
+        case "host":
+            e.host_forgets(rng.randrange(len(e.chunks)))
+        case "storage" if e.storage:
+            e.storage_forgets(rng.choice(list(e.storage)))
+        case "lend" if e.setup.borrow:
+            link = rng.randrange(len(e.setup.borrow))
+            rng.choice([e.borrow, e.borrow, e.recall])(link, rng.randint(1, 3))
+            e.take_returned()
+            if rng.random() < 0.1:
+                e.lose(link)
+        case "load" if e.transfers:
+            e.read(rng.choice(e.transfers), rng.randint(1, 6), rng.random() < 0.9)
+        case "pin":
+            for pin_id in list(e.pins):
+                e.unpin(pin_id)
+            e.pin(tokens, 0.5)
+
+
+@pytest.mark.parametrize("setup", [DENSE, HYBRID, WINDOW, BORROWS, HYBRID_BORROWS, WINDOW_BORROWS])
+def test_random_histories_move_blocks(setup: LendingSetup) -> None:
+    """The state machine shows little: hardly any block is copied there."""
+    num_moved = 0
+    for seed in range(NUM_HISTORIES):
+        rng = random.Random(seed)
+        e = MovingEngine(setup, rng)
+        for request_id in range(200):
+            act(e, rng, request_id)
+            e.check()
+        e.drain()
+        e.check()
+        num_moved += e.num_moved
+    assert num_moved > 3 * NUM_HISTORIES, num_moved
