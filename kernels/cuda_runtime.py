@@ -22,6 +22,7 @@ IPC_HANDLE_BYTES = 64
 _GRANULARITY_BYTES = 2 << 20  # smaller allocations share blocks of the runtime, which an IPC handle exposes as a whole
 
 _IPC_LAZY_ENABLE_PEER_ACCESS = 1
+_HOST_REGISTER_PORTABLE_MAPPED = 3
 _MEMCPY_DEFAULT = 4  # the runtime infers the direction from the addresses
 
 
@@ -65,6 +66,37 @@ class DeviceMemory:
         with torch.cuda.device(self.device):
             _call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.address))
         return bytes(handle)
+
+
+class HostRegistration:
+    """Host memory that is page-locked and mapped for a device, until `end`. It must stay mapped in this process."""
+
+    def __init__(self, memory: memoryview, device: torch.device) -> None:
+        """Lock all pages of `memory`, which takes as long as touching them.
+
+        Raises `CudaRuntimeError` if they cannot be locked, or the device cannot read them.
+        """
+        self._memory = memory
+        self._device = device
+        self._host_address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+        address = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            begin = ctypes.c_void_p(self._host_address)
+            _call(
+                "cudaHostRegister", begin, ctypes.c_size_t(memory.nbytes), ctypes.c_uint(_HOST_REGISTER_PORTABLE_MAPPED)
+            )
+            try:
+                _call("cudaHostGetDevicePointer", ctypes.byref(address), begin, ctypes.c_uint(0))
+            except CudaRuntimeError:
+                self.end()
+                raise
+        self.address = int(address.value or 0)
+        """The address of the first byte for the device."""
+
+    def end(self) -> None:
+        """Unlock the memory. No copy may be using it."""
+        with torch.cuda.device(self._device):
+            _call("cudaHostUnregister", ctypes.c_void_p(self._host_address))
 
 
 def open_ipc_handle(handle: bytes, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The interface of transports, which copy layer blocks between an engine's pool and those of its lenders."""
+"""The interface of transports, which copy layer blocks between an engine's pool and its lenders' or host memory."""
 
 from __future__ import annotations
 
@@ -146,8 +146,14 @@ class Transport(Protocol):
     def attach(self, link: int, peer: PeerHandle) -> None:
         """Make a lender's pool reachable as `link`; between steps only. Raises `TransferError` if that fails."""
 
+    def attach_host(self, link: int, memory: memoryview) -> None:
+        """Make memory that is mapped in this process reachable as `link`, for as long as the transport lives.
+
+        Raises `TransferError` if the transport, or its device, cannot read the memory.
+        """
+
     def detach(self, link: int) -> None:
-        """Detach a link, if it is attached, after waiting for submitted jobs; between steps only."""
+        """Detach a lender's link, if it is attached, after waiting for submitted jobs; between steps only."""
 
     def lender_pool(self, link: int) -> npt.NDArray[np.uint8] | None:
         """Return the pool attached as `link`, uint8, from `offset_bytes` on; `None` if we cannot read it in place."""

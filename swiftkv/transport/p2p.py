@@ -106,6 +106,10 @@ class P2pTransport:
         withdraw_pool(Path(peer.store_path))
         return _MetPeer(peer.pid, peer.nbytes, peer.store_path, peer.secret, peer.memory, connection=connection)
 
+    def attach_host(self, link: int, memory: memoryview) -> None:
+        """Raise `TransferError`: every copy has a process at its other end."""
+        raise TransferError("p2p copies only between processes")
+
     def detach(self, link: int) -> None:
         self._wait_for(self._last_submitted)
         self._peer_nbytes.pop(link, None)

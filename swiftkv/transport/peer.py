@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from swiftkv.errors import TransferError
-from swiftkv.kernels.cuda_runtime import CudaRuntimeError, close_ipc_handle, copy_2d, open_ipc_handle
+from swiftkv.kernels.cuda_runtime import CudaRuntimeError, HostRegistration, close_ipc_handle, copy_2d, open_ipc_handle
 from swiftkv.kernels.host_copies import upload
 from swiftkv.kernels.triton_copy import BLOCK_FIELDS, move_blocks, pack_lists
 from swiftkv.transport.base import (
@@ -87,6 +87,7 @@ class PeerTransport:
         self._waits: deque[tuple[Ticket, torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=_MAX_JOBS)
         self._failures: dict[Ticket, TransferError] = {}
         self._last_ticket: Ticket = 0
+        self._hosts: dict[int, HostRegistration] = {}  # by link
         self._compile(widths_bytes)
         self._set_anchor()
 
@@ -104,6 +105,13 @@ class PeerTransport:
             raise TransferError(f"the pool of process {peer.pid} cannot be mapped: {error}") from error
         self.mappings.add(link, address, peer.nbytes)
         withdraw_pool(Path(peer.store_path))
+
+    def attach_host(self, link: int, memory: memoryview) -> None:
+        try:
+            self._hosts[link] = HostRegistration(memory, self._device)
+        except CudaRuntimeError as error:
+            raise TransferError(f"the GPU cannot read host memory: {error}") from error
+        self.mappings.add(link, self._hosts[link].address, memory.nbytes)
 
     def detach(self, link: int) -> None:
         mapping = self.mappings.remove(link)
@@ -190,7 +198,13 @@ class PeerTransport:
     def close(self) -> None:
         self.settle()
         for link in self.mappings.links():
-            self.detach(link)
+            if link not in self._hosts:
+                self.detach(link)
+        while self._hosts:
+            link, registration = self._hosts.popitem()
+            self.mappings.remove(link)
+            torch.cuda.current_stream(self._device).synchronize()  # as in `detach`
+            registration.end()
 
     def _copy(self, runs: Runs | None, layer: int, is_to_peer: bool) -> None:
         """Enqueue the copies of one direction on the current stream. Raises `TransferError` before any is enqueued."""

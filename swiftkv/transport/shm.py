@@ -14,7 +14,7 @@ import torch
 
 from swiftkv._transport import CopyEngine, CopyError
 from swiftkv.errors import TransferError
-from swiftkv.shared_memory import map_memory
+from swiftkv.shared_memory import address_of, map_memory
 from swiftkv.transport.base import (
     COPY_TIMING,
     CopyTimings,
@@ -38,6 +38,7 @@ class ShmTransport:
         self._pool_tensor = pool.tensor  # keeps the memory mapped while the engine copies
         self._engine = CopyEngine(pool.tensor.data_ptr(), pool.nbytes, num_threads)
         self._mappings: dict[int, torch.Tensor] = {}
+        self._hosts: dict[int, memoryview] = {}  # keeps the memory mapped
 
     def meet(self, peer: PeerHandle) -> PeerHandle:
         """Return the handle: mapping memory waits for nobody."""
@@ -49,6 +50,10 @@ class ShmTransport:
         self._engine.set_space(link, mapping.data_ptr(), mapping.nbytes)
         self._mappings[link] = mapping
         withdraw_pool(Path(peer.store_path))
+
+    def attach_host(self, link: int, memory: memoryview) -> None:
+        self._engine.set_space(link, address_of(memory), memory.nbytes)
+        self._hosts[link] = memory
 
     def detach(self, link: int) -> None:
         self._engine.clear_space(link)
