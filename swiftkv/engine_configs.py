@@ -100,8 +100,10 @@ def _engine_config(
 def _tier_spec(config: Config, model: ModelConfig) -> TierSpec | None:
     storage = config.storage_of(model)
     if storage is not None:
-        return tier_spec(storage, config.directory)
-    return None if config.host_of(model) is None else TierSpec(None, str(config.directory))
+        return tier_spec(storage, config.directory, config.node.lending.io_backend)
+    if config.host_of(model) is not None:
+        return TierSpec(None, str(config.directory), io_backend=config.node.lending.io_backend)
+    return None
 
 
 def _prompt_lookup(model: ModelConfig) -> PromptLookup | None:

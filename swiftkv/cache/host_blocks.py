@@ -1,5 +1,7 @@
 """The place of host memory beside a pool: there, kernels attend to its chunks as to blocks of the pool.
 
+The blocks of other groups are copied from there into the pool, as far as each fills a chunk.
+
 A kernel finds layer block `i` of a KV group at the group's first byte plus `i` layer blocks. Host memory can be mapped
 beyond the pool so that each of its chunks begins at a whole number of layer blocks, too. Touches no memory.
 """
@@ -48,6 +50,21 @@ class HostPlace:
 
     offset_bytes: int
     blocks: HostBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class HostSource:
+    """The chunks of host memory from which steps copy the blocks of some KV groups to the pool."""
+
+    memory: memoryview
+    chunks: HostChunks
+    groups: frozenset[int]
+
+
+def groups_to_copy(groups: Sequence[KVGroup], chunk_bytes: int, attended: HostBlocks | None) -> frozenset[int]:
+    """Return the KV groups whose blocks fill chunks of host memory, without the one that is `attended` there."""
+    own = None if attended is None else attended.group
+    return frozenset(i for i, group in enumerate(groups) if group.block_bytes == chunk_bytes and i != own)
 
 
 def place_beside(regions: Sequence[GroupRegion], chunks: HostChunks, page_bytes: int) -> HostPlace | None:

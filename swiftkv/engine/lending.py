@@ -73,6 +73,7 @@ class Lending:
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
         self._coordinator: Coordinator | None = None
+        self._num_links = len(borrow_links(config.lending))
         if config.lending is not None:
             self._start(config, config.lending, context)
 
@@ -111,10 +112,11 @@ class Lending:
 
         The step's results are discarded. The lenders are detached, and attached again later.
         """
-        assert self._coordinator is not None
+        assert self._coordinator is not None, "host memory can be copied at any time"
         assert self._borrower is not None
         self._scheduler.abandon()
-        self._coordinator.wait_for(self._borrower.give_up(links or links_of(plan, len(self._runner.group_specs))))
+        copied = links or links_of(plan, len(self._runner.group_specs))
+        self._coordinator.wait_for(self._borrower.give_up([link for link in copied if link < self._num_links]))
 
     def close(self) -> None:
         if self._coordinator is not None:
@@ -176,5 +178,5 @@ def check_links(links: Sequence[LinkGeometry], regions: Sequence[GroupRegion]) -
 
 
 def links_of(plan: StepPlan, num_groups: int) -> list[int]:
-    """Return the borrow links that a step copies over."""
+    """Return the links that a step copies over: borrow links, and the one behind them, which is host memory."""
     return sorted({link for _, _, _, runs in runs_of(plan, num_groups) for link in runs[:, 0].tolist()})

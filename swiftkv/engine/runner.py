@@ -20,7 +20,7 @@ from swiftkv.background import FOREGROUND, Background
 from swiftkv.cache.cuda_pool import CudaPool, allocate_pool
 from swiftkv.cache.division import PoolDivision, SharedExtents, divide
 from swiftkv.cache.geometry import KVGroup, blocks_for_tokens
-from swiftkv.cache.host_blocks import HostBlocks, HostChunks
+from swiftkv.cache.host_blocks import HostBlocks, HostChunks, HostSource, groups_to_copy
 from swiftkv.cache.pool import Pool, SharedHostMemory
 from swiftkv.engine.device import capture_graphs, capture_streaming, size_pool
 from swiftkv.engine.expert_loads import ExpertLoads
@@ -38,11 +38,13 @@ from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.registry import read_config
 from swiftkv.models.rope import table_digest
 from swiftkv.progress import PROGRESS
+from swiftkv.shared_memory import map_memory
 from swiftkv.storage.host_medium import HostMedium
 from swiftkv.tier.reach import Reach, reach_of
 from swiftkv.transport.base import DevicePool, HostMemory, PeerHandle, SharedPool, Transport
 from swiftkv.transport.fence import Fence
 from swiftkv.transport.select import open_transport
+from swiftkv.transport.topology import LINK_PROGRAMS, TransportKind
 from swiftkv.units import PoolBytes
 
 if TYPE_CHECKING:
@@ -90,18 +92,21 @@ class ModelRunner:
         self.expert_loads = self._count_experts()
         group_blocks = division.group_blocks(self._kv_bytes(division))
         self.num_blocks = division.sequence_blocks(group_blocks)
+        host = _host_memory(config) if communicator.size == 1 else None
         self.pool = allocate_pool(
             list(zip(groups, group_blocks, strict=True)),
             self.device,
             name=config.name,
             shares_extents=isinstance(division, SharedExtents),
-            host=_host_memory(config) if communicator.size == 1 else None,
+            host=host,
         )
-        self.group_specs = _group_specs(groups, self.pool, division)
         self._regions = [self.pool.attended_tensor(index) for index in range(len(groups))]
         self.decode_graphs = self._capture_graphs()
-        self.transport = _open_transport(config, self.pool, groups)
-        """Copies between our pool and the pools of lenders; `None` without lenders in the configuration."""
+        self.host_source = None if host is None else _host_source(config, host, self.pool)
+        """The host memory from which steps copy blocks; `None` if they copy none."""
+        self.transport = _open_transport(config, self.pool, groups, self.host_source)
+        """Copies between our pool and the pools of lenders, or host memory; `None` if there are neither."""
+        self.group_specs = _group_specs(groups, self.pool, division, self.host_source)
         self.layer_stream = None if self.transport is None else LayerStream(self.transport, groups, communicator)
         self._capture_streaming()
         self.pool.fill_ahead()
@@ -343,8 +348,26 @@ def _host_memory(config: EngineConfig) -> SharedHostMemory | None:
     return SharedHostMemory(config.storage.host_fd, medium.memory.nbytes, chunks)
 
 
-def _group_specs(groups: Sequence[KVGroup], pool: Pool | CudaPool, division: PoolDivision) -> list[GroupSpec]:
+def _host_source(config: EngineConfig, host: SharedHostMemory, pool: Pool | CudaPool) -> HostSource | None:
+    """Return the host memory from which steps can copy blocks of some groups, if there are such groups.
+
+    Raises `OSError` if it cannot be mapped.
+    """
+    groups = groups_to_copy([region.group for region in pool.regions], host.chunks.chunk_bytes, pool.host_blocks)
+    if not groups or not host.chunks.num_chunks or _transport_kind(config) == "p2p":
+        return None
+    memory = map_memory(host.fd, host.nbytes) if pool.host_memory is None else pool.host_memory
+    return HostSource(memory, host.chunks, groups)
+
+
+def _group_specs(
+    groups: Sequence[KVGroup], pool: Pool | CudaPool, division: PoolDivision, source: HostSource | None
+) -> list[GroupSpec]:
     host = pool.host_blocks or HostBlocks(group=-1, first=0, stride=1, count=0)
+
+    def source_of(group: int) -> HostChunks:
+        return HostChunks(0, 0, 0) if source is None or group not in source.groups else source.chunks
+
     return [
         GroupSpec(
             num_layers=group.num_layers,
@@ -356,23 +379,44 @@ def _group_specs(groups: Sequence[KVGroup], pool: Pool | CudaPool, division: Poo
             host_first=host.first if i == host.group else 0,
             host_stride=host.stride if i == host.group else 1,
             num_host_blocks=host.count if i == host.group else 0,
+            source_offset_bytes=source_of(i).offset_bytes,
+            num_source_chunks=source_of(i).num_chunks,
         )
         for i, (group, region) in enumerate(zip(groups, pool.regions, strict=True))
     ]
 
 
-def _open_transport(config: EngineConfig, pool: SharedPool | DevicePool, groups: Sequence[KVGroup]) -> Transport | None:
-    spec = config.lending
-    if spec is None or not spec.lenders:
+def _transport_kind(config: EngineConfig) -> TransportKind:
+    """Return the transport that reaches lenders, if there are any, or else host memory."""
+    if config.lending is not None and config.lending.lenders:
+        return config.lending.transport
+    return "peer" if torch.device(config.device).type == "cuda" else "shm"
+
+
+def _open_transport(
+    config: EngineConfig, pool: SharedPool | DevicePool, groups: Sequence[KVGroup], source: HostSource | None
+) -> Transport | None:
+    """Open the transport to lenders and to host memory, if there are any.
+
+    Raises `ConfigError` if the device cannot read host memory.
+    """
+    spec, storage = config.lending, config.storage
+    if source is None and (spec is None or not spec.lenders):
         return None
-    return open_transport(
-        spec.transport,
+    transport = open_transport(
+        _transport_kind(config),
         pool,
-        io_backend=spec.io_backend,
+        io_backend=spec.io_backend if spec is not None else storage.io_backend if storage is not None else "kernel",
         deadline_s=config.copy_deadline_s,
-        max_programs=spec.max_programs,
+        max_programs=spec.max_programs if spec is not None else LINK_PROGRAMS,
         widths_bytes=sorted({group.layer_block_bytes for group in groups}),
     )
+    if source is not None:
+        try:
+            transport.attach_host(len(_borrow_links(config)), source.memory)
+        except TransferError as error:
+            raise ConfigError(f"tiers.host: {error}; give it less memory") from error
+    return transport
 
 
 @contextmanager

@@ -332,7 +332,7 @@ class OpenStorage:
     keys: ObjectKeys
     reach: Reach
     queue: Tensor  # the memory of the writer
-    host: HostPins | None = None  # pins blocks of the first level, if steps attend to them there
+    host: HostPins | None = None  # pins blocks of the first level, if steps read them there
 
 
 def open_storage(
@@ -340,7 +340,7 @@ def open_storage(
 ) -> OpenStorage:
     """Open host memory and storage for a model. Takes long, because it reads all weights; may run in any thread.
 
-    `host` pins blocks in host memory, if the engine's steps attend to them there.
+    `host` pins blocks in host memory, if the engine's steps read them there.
 
     Raises:
         ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory cannot be
@@ -371,12 +371,16 @@ def open_storage(
 
 
 def open_host_pins(runner: ModelRunner, spec: TierSpec | None) -> HostPins | None:
-    """Return the object that pins blocks in host memory, if the runner's steps attend to them there."""
-    blocks, memory = runner.pool.host_blocks, runner.pool.host_memory
-    if blocks is None or memory is None or spec is None:
+    """Return the object that pins blocks in host memory, if the runner's steps attend to them or copy them."""
+    attended, source = runner.pool.host_blocks, runner.host_source
+    memory = runner.pool.host_memory if source is None else source.memory
+    if memory is None or spec is None:
         return None
     medium = _begin(HostMedium(memory, spec.host_member), spec.host_member)
-    return HostPins(medium, blocks.group, runner.pool.host_offset_bytes)
+    groups = (frozenset() if source is None else source.groups) | (
+        frozenset() if attended is None else {attended.group}
+    )
+    return HostPins(medium, groups, runner.pool.host_offset_bytes)
 
 
 def _begin(medium: HostMedium, member: int) -> HostMedium:

@@ -1,10 +1,10 @@
-"""The pins of an engine on blocks in host memory, which its steps attend to where they lie."""
+"""The pins of an engine on blocks in host memory, which its steps attend to where they lie, or copy to the pool."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,15 +26,18 @@ _VERIFY_BYTES = 64 << 20
 
 
 class HostPins:
-    """Pins blocks of one KV group in host memory, and gives every pin back once.
+    """Pins blocks of some KV groups in host memory, and gives every pin back once.
 
     A pin belongs to the search that took it (`SearchPins`), and then perhaps to the scheduler, whose cache keeps blocks
     pinned, whatever storage is attached meanwhile. So this object lives as long as the engine.
     """
 
-    def __init__(self, medium: HostMedium, group: int, offset_bytes: int = 0) -> None:
-        """`group` is the KV group whose blocks are chunks of the memory, which begins at `offset_bytes` of the pool."""
-        self.group = group
+    def __init__(self, medium: HostMedium, groups: Collection[int], offset_bytes: int = 0) -> None:
+        """The blocks of `groups` are chunks of the memory. If steps attend to them, it begins at `offset_bytes`.
+
+        That offset counts from the first byte of the pool.
+        """
+        self.groups = groups
         self._offset_bytes = offset_bytes
         self.guarded = GuardedMedium(medium, Breaker())
         """The memory as a tier reads and writes it, copying."""
@@ -128,8 +131,9 @@ class SearchPins:
         self._is_over = False
 
     @property
-    def group(self) -> int:
-        return self._host.group
+    def groups(self) -> Collection[int]:
+        """The KV groups whose blocks can be pinned."""
+        return self._host.groups
 
     @property
     def chunks(self) -> Int32Array:

@@ -11,6 +11,8 @@ import msgspec
 from swiftkv.policies import PrefetchPolicy, WritePolicy
 from swiftkv.tier_config import DEFAULT_QUEUE_BYTES, StorageConfig
 
+IoBackend = Literal["kernel", "direct"]
+
 LoadStop = Literal["late", "corrupt", "failed", "declined"]
 """The reasons why a prompt got less from a tier than was there; declined: computing was expected to be as fast."""
 
@@ -22,6 +24,7 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: str  # the directory to which paths in these options are relative
     host_fd: int | None = None  # the descriptor of host memory, inherited; see `storage.host_medium.HostMedium`
     host_member: int = 0  # the engine's number among those that use this memory at the same time
+    io_backend: IoBackend = "kernel"  # how a GPU copies layers from host memory, without lenders
     write_policy: WritePolicy = "write_through"
     prefetch_policy: PrefetchPolicy = "timeout"
     prefetch_threshold: int = 256  # the fewest tokens to load; fewer are computed
@@ -89,11 +92,12 @@ class TierStats(msgspec.Struct, array_like=True, frozen=True):
 _TOTALS = [name for name in TierStats.__struct_fields__ if name.endswith("_total") and name != "failures_total"]
 
 
-def tier_spec(storage: StorageConfig, directory: Path) -> TierSpec:
+def tier_spec(storage: StorageConfig, directory: Path, io_backend: IoBackend = "kernel") -> TierSpec:
     """Return the spec for a `tiers.storage` section, whose relative paths start at `directory`."""
     return TierSpec(
         backend=storage.backend,
         directory=str(directory),
+        io_backend=io_backend,
         write_policy=storage.write_policy,
         prefetch_policy=storage.prefetch_policy,
         prefetch_threshold=storage.prefetch_threshold,

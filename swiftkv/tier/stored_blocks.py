@@ -51,8 +51,8 @@ class StoredBlocks:
     def pin(
         self, pins: SearchPins, cells: npt.NDArray[np.int64], names: Sequence[BlockName], deadline_s: float
     ) -> None:
-        """Pin those of a search's blocks that can be attended to in host memory, as far as they are there."""
-        wanted = [i for i, name in enumerate(names) if name.group == pins.group]
+        """Pin those of a search's blocks that steps can read in host memory, as far as they are there."""
+        wanted = [i for i, name in enumerate(names) if name.group in pins.groups]
         pins.take(cells[wanted], self._objects([names[i] for i in wanted]), deadline_s)
 
     def verify(self, pins: SearchPins) -> list[Status]:

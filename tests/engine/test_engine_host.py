@@ -112,7 +112,9 @@ class Client(EngineThread[ModelRunner]):
 
     def host_blocks(self) -> tuple[int, int]:
         """Return how many blocks in host memory are in use and cached."""
-        group = self.engine._scheduler.stats().groups[self.engine._tier._host.group]  # type: ignore[union-attr]
+        attended = self.engine._runner.pool.host_blocks
+        assert attended is not None
+        group = self.engine._scheduler.stats().groups[attended.group]
         assert not group.host_loading
         return group.host_used, group.host_cached
 
