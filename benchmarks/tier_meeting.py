@@ -110,7 +110,7 @@ def first_token_s(machine: Machine, num_blocks: int, first: int) -> float:
     indices, groups, blocks = (np.array([], np.int32) for _ in range(3))
     if first < num_blocks:
         scheduler.hold(_REQUEST_ID)
-        indices, groups, blocks, _ = scheduler.begin_load(_REQUEST_ID, num_blocks, first)
+        indices, groups, blocks, *_ = scheduler.begin_load(_REQUEST_ID, num_blocks, first)
     if 0 < first < num_blocks:
         scheduler.meet(_REQUEST_ID, num_blocks)
     order = np.lexsort((groups, indices))[::-1]
