@@ -107,6 +107,7 @@ class PeerTransport:
         withdraw_pool(Path(peer.store_path))
 
     def attach_host(self, link: int, memory: memoryview) -> None:
+        log.info("having CUDA lock %.2f GiB of host memory", memory.nbytes / 2**30)
         try:
             self._hosts[link] = HostRegistration(memory, self._device)
         except CudaRuntimeError as error:
