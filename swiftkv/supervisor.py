@@ -310,6 +310,8 @@ class EngineSupervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            if self._coordinator is not None:
+                self._coordinator.engine_ended()
 
     def _bad_message(self, receivers: list[asyncio.Task[NoReturn]]) -> _End | None:
         for receiver in receivers:

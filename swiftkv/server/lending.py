@@ -49,6 +49,7 @@ _SHOW_TIMEOUT_S = 5.0
 _SCRAPE_TIMEOUT_S = 1.0
 _RECALL_TIMEOUT_S = 60.0
 _RETRY_S = 1.0
+_MAY_HAPPEN = "what was asked for may still happen: see GET /admin/lending"
 _RECONNECT_MS = 50
 
 
@@ -77,8 +78,22 @@ class CoordinatorClient:
         self._socket.close()
         self._context.term()
 
+    def engine_ended(self) -> None:
+        """Fail the calls that the engine has not answered: it has ended, and the next one does not know of them."""
+        self._calls.fail(
+            ApiError(
+                503,
+                f"the engine of model '{self._name}' ended meanwhile; {_MAY_HAPPEN}",
+                code="engine_unavailable",
+                retry_after_s=_RETRY_S,
+            )
+        )
+
     async def set_budget(self, budget_bytes: int, dry_run: bool) -> BudgetSet:
-        """Set the budget; return when all recalled extents are home. Raises `ApiError` 503 if that takes too long."""
+        """Set the budget; return when all recalled extents are home.
+
+        Raises `ApiError` 503 if that takes too long, or the engine ends.
+        """
         answer = await self._ask(lambda request_id: SetBudget(request_id, budget_bytes, dry_run), _RECALL_TIMEOUT_S)
         assert isinstance(answer, BudgetSet)
         return answer
@@ -99,8 +114,7 @@ class CoordinatorClient:
             except TimeoutError:
                 raise ApiError(
                     503,
-                    f"model '{self._name}' did not answer about lending within {timeout_s:g} s; what was asked for may "
-                    "still happen: see GET /admin/lending",
+                    f"model '{self._name}' did not answer about lending within {timeout_s:g} s; {_MAY_HAPPEN}",
                     code="engine_unavailable",
                     retry_after_s=_RETRY_S,
                 ) from None

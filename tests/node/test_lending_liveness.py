@@ -97,6 +97,23 @@ def test_a_stopped_borrower_is_ended_for_what_it_owes(node: LendingNode, referen
     node.assert_at_rest(MASTER, WORKER)
 
 
+def test_nobody_waits_for_an_answer_of_a_lender_that_was_killed(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """It is killed while it waits for what a stopped borrower owes."""
+    with lending_node("shm", "100s", checkpoints, tmp_path) as node, ThreadPoolExecutor(1) as administrators:
+        node.wait_until_lent(WORKER, MASTER)
+        borrower, dead = node.process.engines()[MASTER], node.process.engines()[WORKER]
+        borrower.send_signal(signal.SIGSTOP)
+        change = administrators.submit(node.set_budget, WORKER, 0)
+        wait_for("extents to be recalled", lambda: node.extents(WORKER, "lends", "recalled").get(MASTER))
+        dead.kill()
+        answer = change.result()
+        borrower.send_signal(signal.SIGCONT)
+        assert answer.status_code == 503
+        assert "the engine of model 'broad' ended meanwhile" in answer.text
+        wait_for("the next engine to take a budget", lambda: node.set_budget(WORKER, "100%").status_code == 200)
+        wait_until_back(node, WORKER, dead)
+
+
 def test_an_engine_whose_coordinator_does_not_answer_is_ended(
     node: LendingNode, defects: Path, reference: Reference
 ) -> None:
