@@ -38,7 +38,9 @@ class EngineError(SwiftkvError):
 
 
 class TransferError(SwiftkvError):
-    """A copy between two pools failed: the peer is gone, refused, or was asked for bytes that it does not have.
+    """A copy between two pools, or from host memory, failed.
+
+    The peer is gone, refused, or was asked for bytes that it does not have.
 
     `links` are the links of the failed job that are to blame; empty if they are not known, or if no job failed.
     """

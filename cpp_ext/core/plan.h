@@ -64,7 +64,7 @@ struct StepPlan {
     std::vector<RequestId> met_request_ids;                 // [M] the requests of meetings
     std::vector<int32_t> met_blocks;                        // [M, 2] `first` and `end` of each Meeting
     std::vector<RequestId> preempted_request_ids;           // [P]
-    int num_stream_buffers = 0;                             // 0: nothing is streamed in this step
+    int num_stream_buffers = 0;                             // 0: nothing is staged, or loaded from host memory
     std::vector<GroupCopies> copies;                        // per group
     std::vector<int32_t> local_moves;  // [N, 3] group, from, to: before anything else, in this order
 };

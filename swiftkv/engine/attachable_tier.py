@@ -280,6 +280,7 @@ class AttachableTier(Tier):
             groups=self._groups,
             lender_pools=self._runner.lender_pools,
             max_num_seqs=self._config.max_num_seqs,
+            host=self._host,
         )
 
 

@@ -112,7 +112,7 @@ class Lending:
 
         The step's results are discarded. The lenders are detached, and attached again later.
         """
-        assert self._coordinator is not None, "host memory can be copied at any time"
+        assert self._coordinator is not None, "a copy from host memory failed, which nothing but a defect explains"
         assert self._borrower is not None
         self._scheduler.abandon()
         copied = links or links_of(plan, len(self._runner.group_specs))

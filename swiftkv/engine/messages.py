@@ -349,7 +349,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     kv_tokens_local: int = 0  # tokens whose KV, in use or cached, lies in the engine's own pool
     kv_tokens_peer: int = 0  # the same in borrowed blocks
     kv_tokens_host: int = 0  # the same in blocks of host memory that are attended where they lie
-    layer_stream_load: Histogram | None = None  # once per step that streams: time that copies from lenders took
+    layer_stream_load: Histogram | None = None  # per step that copies: from lenders and host memory
     layer_stream_store: Histogram | None = None  # the same of copies to lenders
     layer_stream_exposed: Histogram | None = None  # the part of both for which computing waited
     cuda_graph_hits_total: int | None = None  # decode steps that were replayed; None: there are no graphs

@@ -40,6 +40,7 @@ from swiftkv.models.rope import table_digest
 from swiftkv.progress import PROGRESS
 from swiftkv.shared_memory import map_memory
 from swiftkv.storage.host_medium import HostMedium
+from swiftkv.tier.messages import IoBackend
 from swiftkv.tier.reach import Reach, reach_of
 from swiftkv.transport.base import DevicePool, HostMemory, PeerHandle, SharedPool, Transport
 from swiftkv.transport.fence import Fence
@@ -393,6 +394,12 @@ def _transport_kind(config: EngineConfig) -> TransportKind:
     return "peer" if torch.device(config.device).type == "cuda" else "shm"
 
 
+def _io_backend(config: EngineConfig) -> IoBackend:
+    """Return the way in which a GPU copies layers from lenders and host memory."""
+    spec = config.storage if config.lending is None else config.lending
+    return "kernel" if spec is None else spec.io_backend
+
+
 def _open_transport(
     config: EngineConfig, pool: SharedPool | DevicePool, groups: Sequence[KVGroup], source: HostSource | None
 ) -> Transport | None:
@@ -400,13 +407,13 @@ def _open_transport(
 
     Raises `ConfigError` if the device cannot read host memory.
     """
-    spec, storage = config.lending, config.storage
+    spec = config.lending
     if source is None and (spec is None or not spec.lenders):
         return None
     transport = open_transport(
         _transport_kind(config),
         pool,
-        io_backend=spec.io_backend if spec is not None else storage.io_backend if storage is not None else "kernel",
+        io_backend=_io_backend(config),
         deadline_s=config.copy_deadline_s,
         max_programs=spec.max_programs if spec is not None else LINK_PROGRAMS,
         widths_bytes=sorted({group.layer_block_bytes for group in groups}),

@@ -101,6 +101,7 @@ class StorageTier(Tier):
         groups: list[KVGroup],
         lender_pools: Callable[[int], Sequence[npt.NDArray[np.uint8]] | None],
         max_num_seqs: int,
+        host: HostPins | None = None,
     ) -> None:
         """Start the threads of the tier. If a backend cannot register memory, close everything and raise its error.
 
@@ -108,6 +109,8 @@ class StorageTier(Tier):
             wake: Called in the tier's threads when the engine should call `before_step`.
             lender_pools: Returns the memory of the lender of a link, one array per rank; `None` if it cannot be read in
                 place.
+            host: Reads the blocks that the cache holds in host memory. It may hold some although what was `opened`
+                works without host memory: those that it has found before an earlier tier was left.
         """
         spec, levels, keys = opened.spec, opened.levels, opened.keys
         self._spec = spec
@@ -117,7 +120,7 @@ class StorageTier(Tier):
         self._num_dropped_before = scheduler.num_dropped_offers()  # while other storage was attached
         self._groups = groups
         self._reach = reach = opened.reach
-        self._host = opened.host
+        self._host = host
         self._lender_pools = lender_pools
         self._num_out_of_reach = 0  # blocks whose bytes cannot be read in place
         self._is_leaving = False

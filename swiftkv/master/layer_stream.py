@@ -1,4 +1,7 @@
-"""Streams borrowed KV through the pool, one layer at a time, in the order of `master.copy_schedule`."""
+"""Streams borrowed KV through the pool, and copies blocks from host memory into it, one layer at a time.
+
+The copies are made in the order of `master.copy_schedule`. Host memory is a peer that is only read.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class StepCopies(Protocol):
 
     @property
     def num_stream_buffers(self) -> int:
-        """The number of stream buffers; 0: the step stages nothing."""
+        """The number of stream buffers; 0: the step stages nothing, and loads nothing from host memory."""
 
     @property
     def has_copies(self) -> bool: ...

@@ -333,9 +333,9 @@ class _EngineHistograms(ModelCollector[EngineStats]):
         load, store, exposed = (
             HistogramMetricFamily(f"swiftkv:layer_stream_{name}_seconds", text, labels=("model_name",))
             for name, text in (
-                ("load", "Time of copies from lenders, per step that streams"),
-                ("store", "Time of copies to lenders, per step that streams"),
-                ("exposed", "Time of these copies for which computing waited, per step that streams"),
+                ("load", "Time of copies from lenders and host memory, per step that copies"),
+                ("store", "Time of copies to lenders, per step that copies"),
+                ("exposed", "Time of these copies for which computing waited, per step that copies"),
             )
         )
         for model, stats in self._by_model.items():

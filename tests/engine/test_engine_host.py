@@ -198,8 +198,9 @@ def test_blocks_are_attended_where_they_lie(checkpoint: Path, host_fd: int, ahea
     check(host_fd)
 
 
+@pytest.mark.parametrize("beside_host", [True, False], ids=["with host memory", "without"])
 def test_storage_that_is_attached_gets_what_is_attended_in_host_memory(
-    checkpoint: Path, host_fd: int, tmp_path: Path
+    checkpoint: Path, host_fd: int, tmp_path: Path, beside_host: bool
 ) -> None:
     files = {"backend": "file", "path": str(tmp_path), "size": 1 << 30, "min_free": 0}
     fill(checkpoint, host_fd)
@@ -207,7 +208,8 @@ def test_storage_that_is_attached_gets_what_is_attended_in_host_memory(
     with engine(checkpoint, storage=spec(host_fd, 1)) as client:
         found = client.generate(turns)
         assert [answer.hit_tokens["host"] for answer in found] == CACHED
-        for change in (DetachStorage(1), AttachStorage(2, replace(spec(host_fd, 1), backend=files))):
+        attached = replace(spec(host_fd, 1), host_fd=host_fd if beside_host else None, backend=files)
+        for change in (DetachStorage(1), AttachStorage(2, attached)):
             client.send(change)
             while not client.changes:
                 client.take_one()
