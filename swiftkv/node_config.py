@@ -24,7 +24,7 @@ from swiftkv.config_fields import (
     Variable,
 )
 from swiftkv.errors import ConfigError
-from swiftkv.policies import LogLevel
+from swiftkv.policies import IoBackend, LogLevel
 from swiftkv.tenant_config import TenantConfig
 from swiftkv.tier_config import TiersConfig
 
@@ -55,7 +55,7 @@ class NodeLendingConfig(Section):
 
     enabled: Annotated[bool, BeforeValidator(_read_switch)] = Field(True, description="on or off")
     transport: Literal["auto", "shm", "peer", "p2p"] = Field("auto", description="auto, shm, peer or p2p")
-    io_backend: Literal["kernel", "direct"] = Field("kernel", description="kernel or direct")
+    io_backend: IoBackend = Field("kernel", description="kernel or direct")
     stream_buffers: Literal[1, 2] = Field(2, description="1 or 2")
     max_programs: Positive | None = Field(None, description=POSITIVE)
     max_wait: Duration = Field(30.0, description=DURATION)

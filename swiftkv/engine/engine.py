@@ -264,7 +264,7 @@ class Engine:
         try:
             hidden = self._runner.forward(plan)
         except TransferError as error:
-            logger.warning("a copy of lent KV failed, so running requests are computed again: %s", error)
+            logger.warning("a copy of KV failed, so running requests are computed again: %s", error)
             self._finish_steps()
             self._runner.fence().wait()
             self._lending.transfer_failed(plan, error.links)

@@ -110,13 +110,15 @@ class Lending:
     def transfer_failed(self, plan: StepPlan, links: Sequence[int] = ()) -> None:
         """Give up a step whose copies over `links` failed. If `links` is empty, all links of the step count as failed.
 
-        The step's results are discarded. The lenders are detached, and attached again later.
+        The step's results are discarded. The lenders are detached, and attached again later; host memory stays.
         """
-        assert self._coordinator is not None, "a copy from host memory failed, which nothing but a defect explains"
-        assert self._borrower is not None
         self._scheduler.abandon()
         copied = links or links_of(plan, len(self._runner.group_specs))
-        self._coordinator.wait_for(self._borrower.give_up([link for link in copied if link < self._num_links]))
+        lenders = [link for link in copied if link < self._num_links]
+        if lenders:
+            assert self._coordinator is not None
+            assert self._borrower is not None
+            self._coordinator.wait_for(self._borrower.give_up(lenders))
 
     def close(self) -> None:
         if self._coordinator is not None:

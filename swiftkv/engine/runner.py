@@ -37,10 +37,10 @@ from swiftkv.models.loader import MappedWeights, load_decoder, read_description
 from swiftkv.models.parallel import ALONE, Communicator, agree
 from swiftkv.models.registry import read_config
 from swiftkv.models.rope import table_digest
+from swiftkv.policies import IoBackend
 from swiftkv.progress import PROGRESS
 from swiftkv.shared_memory import map_memory
 from swiftkv.storage.host_medium import HostMedium
-from swiftkv.tier.messages import IoBackend
 from swiftkv.tier.reach import Reach, reach_of
 from swiftkv.transport.base import DevicePool, HostMemory, PeerHandle, SharedPool, Transport
 from swiftkv.transport.fence import Fence

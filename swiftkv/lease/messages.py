@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from swiftkv.histogram import Histogram
+from swiftkv.policies import IoBackend
 
 if TYPE_CHECKING:
     from swiftkv._lease import BorrowerLedger, Int32Array, LenderLedger, UInt32Array
@@ -65,7 +66,7 @@ class LendingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream_buffers: Literal[1, 2]
     rendezvous: str  # a directory of mode 0700 that all engines of the node share
     max_wait_s: float  # the longest wait of a request that needs more memory than is lent
-    io_backend: Literal["kernel", "direct"] = "kernel"  # how the transport `peer` copies
+    io_backend: IoBackend = "kernel"  # how the transport `peer` copies
     max_programs: int = 32  # programs with which kernels copy at once, each up to 16 warps
     retry_after_s: float = 60.0  # the time after which lenders lend again what their own requests needed
 

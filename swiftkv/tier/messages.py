@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from swiftkv.policies import PrefetchPolicy, WritePolicy
+from swiftkv.policies import IoBackend, PrefetchPolicy, WritePolicy
 from swiftkv.tier_config import DEFAULT_QUEUE_BYTES, StorageConfig
-
-IoBackend = Literal["kernel", "direct"]
 
 LoadStop = Literal["late", "corrupt", "failed", "declined"]
 """The reasons why a prompt got less from a tier than was there; declined: computing was expected to be as fast."""

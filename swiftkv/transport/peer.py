@@ -15,7 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from swiftkv.errors import TransferError
 from swiftkv.kernels.cuda_runtime import CudaRuntimeError, HostRegistration, close_ipc_handle, copy_2d, open_ipc_handle
 from swiftkv.kernels.host_copies import upload
 from swiftkv.kernels.triton_copy import BLOCK_FIELDS, move_blocks, pack_lists
+from swiftkv.policies import IoBackend
 from swiftkv.transport.base import (
     COPY_TIMING,
     EXPOSURE,
@@ -38,7 +38,6 @@ from swiftkv.transport.mappings import Mappings
 from swiftkv.transport.rendezvous import withdraw_pool
 from swiftkv.transport.topology import LINK_PROGRAMS
 
-IoBackend = Literal["kernel", "direct"]
 """HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
 
 _MAX_JOBS = 4096

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
+from swiftkv.policies import IoBackend
 from swiftkv.transport.base import DevicePool, SharedPool, Transport
 from swiftkv.transport.topology import LINK_PROGRAMS, TransportKind
 
@@ -13,7 +13,7 @@ def open_transport(
     kind: TransportKind,
     pool: SharedPool | DevicePool,
     num_threads: int = 1,
-    io_backend: Literal["kernel", "direct"] = "kernel",
+    io_backend: IoBackend = "kernel",
     deadline_s: float = 30.0,
     max_programs: int = LINK_PROGRAMS,
     widths_bytes: Sequence[int] = (),
