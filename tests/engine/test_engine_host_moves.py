@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from msgspec.structs import replace
 
 from swiftkv.engine.messages import AttachStorage, CacheCommand, CacheReport, DetachStorage
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
+from swiftkv.lease.messages import Accept, LendingSpec, LinkGeometry, Offer, PeerSpec
 from swiftkv.master.layer_stream import runs_of
 from swiftkv.models.registry import read_config
 from swiftkv.storage.host_medium import HostMedium
 from tests.engine.engine_process import EngineProcess
+from tests.engine.test_engine_lending import identity_of
 from tests.engine.tiered_engine import (
     BLOCK,
     CACHED,
@@ -39,6 +43,9 @@ from tests.engine.tiered_engine import (
     wait_until_stored,
 )
 from tests.support.checkpoints import make_checkpoint
+from tests.support.lender import Lender, mapped_inodes
+from tests.support.lender import host_memory as memory_of
+from tests.support.lender_by_hand import LenderByHand
 from tests.support.node_process import wait_for
 from tests.support.storage import TIMEOUT_S, StuckMedium, dynamic_options
 
@@ -347,3 +354,79 @@ def test_selective_writing_brings_back_what_is_to_last(
         assert [answer.hit_tokens["host"] for answer in found] == [CACHED[0], 0]
         assert tokens(found) == right[mover.checkpoint]
         assert runner_of(client).num_loaded() > 0
+
+
+NUM_EXTENTS = 64
+
+
+def lending_to(checkpoint: Path, directory: Path) -> LendingSpec:
+    """Return the spec of an engine that borrows blocks of full attention, one an extent."""
+    groups = read_config(checkpoint).kv_groups(BLOCK, "float32")
+    full = next(i for i, group in enumerate(groups) if group.kind != "window")
+    link = LinkGeometry(0, full, 1, 1, groups[full].block_bytes, NUM_EXTENTS, 0, 1)
+    return LendingSpec(
+        leases_address=f"ipc://{directory}/leases",
+        lenders=[PeerSpec("a", f"ipc://{directory}/a", [link])],
+        borrowers=[],
+        budget_bytes=0,
+        window_s=1.0,
+        policy="total",
+        transport="shm",
+        stream_buffers=2,
+        rendezvous=str(directory),
+        max_wait_s=100.0,
+    )
+
+
+@IN_STEP_AND_AHEAD
+@pytest.mark.parametrize("mover", ["dense", "windows", "windows with sinks"], indirect=True)
+def test_an_engine_that_borrows_copies_from_host_memory(
+    mover: Mover, host_fd: int, right: dict[Path, list[list[int]]], tmp_path: Path, ahead: bool
+) -> None:
+    """A long answer has blocks in lent memory when a history comes up. The last link is host memory."""
+    fill(mover.checkpoint, host_fd)
+    long, others = prompt(180, 20), [prompt(180, seed) for seed in (21, 22)]
+    expected = [*right[mover.checkpoint][1:], *right_answers(mover.checkpoint, [long], max_tokens=200)]
+    lending = lending_to(mover.checkpoint, tmp_path)
+    options: dict[str, Any] = {"kv_bytes": mover.pool_bytes(34), "lending": lending, "async_scheduling": ahead}
+    with mover.engine(host_fd, **options) as client, lent(lending, tmp_path) as process:
+        runner = runner_of(client)
+        with client.at_once():
+            streamed = client.add(long, max_tokens=200)
+            crowd = [client.add(p) for p in others]
+        client.wait(crowd)
+        request_ids = [client.add(TURNS[1]), streamed]
+        found = client.wait(request_ids)
+        assert tokens(found) == expected
+        assert found[0].hit_tokens["host"] > 0
+        assert runner.num_loaded(0) > 0
+        assert runner.num_loaded(1) > 0
+        if mover.runner is not MovingRunner and not ahead:  # others have no room, or load nothing, before it ends
+            assert any(step[0] and step[1] for step in runner.steps)
+        inode = memory_of(process.handles[0]).inode
+        process.pools.clear()
+        process.kill()
+        wait_for("its pool to be let go of", lambda: inode not in mapped_inodes(os.getpid()))
+        client.forget_all()
+        runner.steps.clear()
+        again = [client.generate([turn])[0] for turn in TURNS]
+        assert [answer.hit_tokens["host"] for answer in again] == CACHED
+        assert tokens(again) == right[mover.checkpoint]
+        assert runner.num_loaded(0) == 0
+        assert runner.num_loaded(1) == mover.moved_blocks()
+
+
+@contextmanager
+def lent(lending: LendingSpec, directory: Path) -> Iterator[Lender]:
+    """Lend all extents to an engine, from a process that serves no model."""
+    (peer,) = lending.lenders
+    num_bytes = NUM_EXTENTS * peer.links[0].extent_bytes
+    with (
+        zmq.Context() as context,
+        Lender([directory / "store"], num_bytes, serve=False) as process,
+        closing(LenderByHand(peer.leases_address, context)) as lender,
+    ):
+        lender.be_attached(identity_of(process), directory / "store")
+        lender.say(Offer, [*range(NUM_EXTENTS)], [1] * NUM_EXTENTS)
+        lender.receive(Accept)
+        yield process
