@@ -2,94 +2,43 @@
 
 from __future__ import annotations
 
-import os
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import AttachStorage, CacheCommand, CacheReport, DetachStorage
+from swiftkv.engine.messages import AttachStorage, DetachStorage
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import StorageTier
 from swiftkv.models.registry import read_config
-from swiftkv.shared_memory import map_memory
-from swiftkv.storage.host_medium import HostMedium, make_host_memory
 from swiftkv.tier.host_pins import HostPins
-from swiftkv.tier.messages import TierSpec
-from tests.engine.engine_process import Answer, EngineProcess
-from tests.engine.engine_thread import EngineThread
-from tests.support.checkpoints import make_checkpoint
-
-BLOCK = 16
-HOST_BYTES = 16 << 20
-OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-TIMEOUT_S = 60.0
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 320) for _ in range(length)]
-
-
-PROMPTS = [prompt(300, 1), prompt(260, 2)]
-CACHED = [(len(p) - 1) // BLOCK * BLOCK for p in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("host")
-    for arch in ("llama", "gemma3"):
-        make_checkpoint(directory / arch, arch)
-    return {arch: directory / arch for arch in ("llama", "gemma3")}
-
-
-@pytest.fixture(params=["llama", "gemma3"], ids=["dense", "hybrid"])
-def checkpoint(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Path:
-    return checkpoints[request.param]
-
-
-@pytest.fixture
-def dense(checkpoints: dict[str, Path]) -> Path:
-    return checkpoints["llama"]
-
-
-@contextmanager
-def host_memory(checkpoint: Path, num_chunks: int | None = None) -> Iterator[int]:
-    """Make host memory whose chunks are blocks of this model."""
-    groups = read_config(checkpoint).kv_groups(BLOCK, "float32")
-    chunk_bytes = min(group.block_bytes for group in groups if group.kind != "window")
-    fd = make_host_memory(HOST_BYTES if num_chunks is None else bytes_for(num_chunks, chunk_bytes), chunk_bytes)
-    yield fd
-    os.close(fd)
-
-
-def bytes_for(num_chunks: int, chunk_bytes: int) -> int:
-    """Return the size of a memory with so many chunks."""
-    num_bytes = num_chunks * chunk_bytes
-    while True:
-        fd = make_host_memory(num_bytes, chunk_bytes)
-        found = HostMedium.of(fd).num_chunks
-        os.close(fd)
-        if found >= num_chunks:
-            return num_bytes
-        num_bytes += 4096
+from tests.engine.engine_process import EngineProcess
+from tests.engine.tiered_engine import (
+    BLOCK,
+    CACHED,
+    OPTIONS,
+    PROMPTS,
+    check,
+    engine,
+    fill,
+    host_memory,
+    pinned_chunks,
+    prompt,
+    right_answers,
+    spec,
+    spoil,
+    tokens,
+    wait_until_stored,
+)
+from tests.support.node_process import wait_for
 
 
 @pytest.fixture
 def host_fd(checkpoint: Path) -> Iterator[int]:
     with host_memory(checkpoint) as fd:
         yield fd
-
-
-def spec(host_fd: int, member: int = 0, **options: Any) -> TierSpec:
-    options = {"prefetch_policy": "wait_complete", "prefetch_threshold": BLOCK, **options}
-    return TierSpec(None, "/", host_fd=host_fd, host_member=member, **options)
 
 
 class CopyingRunner(ModelRunner):
@@ -100,78 +49,6 @@ class CopyingRunner(ModelRunner):
             patch.setattr("swiftkv.engine.runner._host_memory", lambda config: None)
             super().__init__(*arguments)
         assert self.pool.host_blocks is None
-
-
-class Client(EngineThread[ModelRunner]):
-    """An engine whose inner state a test sees."""
-
-    engine: Engine
-
-    def prepare(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def host_blocks(self) -> tuple[int, int]:
-        """Return how many blocks in host memory are in use and cached."""
-        attended = self.engine._runner.pool.host_blocks
-        assert attended is not None
-        group = self.engine._scheduler.stats().groups[attended.group]
-        assert not group.host_loading
-        return group.host_used, group.host_cached
-
-    def clear_cache(self) -> None:
-        """Empty the prefix cache, and wait until no block is in use in host memory, and none cached."""
-        self.send(CacheCommand(1, clear=True))
-        while not isinstance(message := self.receive(), CacheReport):
-            self.take(message)
-        until(lambda: self.host_blocks() == (0, 0))
-
-
-@contextmanager
-def engine(checkpoint: Path, runner: type[ModelRunner] = ModelRunner, **options: Any) -> Iterator[Client]:
-    client = Client(checkpoint, runner, **{**OPTIONS, **options})
-    with client.running():
-        yield client
-
-
-def tokens(found: Sequence[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in found)
-    return [answer.token_ids for answer in found]
-
-
-def wait_until_stored(client: Client | EngineProcess) -> None:
-    client.wait_for_rest()
-    while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
-        client.take_one()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
-def right_answers(checkpoint: Path, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    with engine(checkpoint) as client:
-        return tokens(client.generate(prompts))
-
-
-def fill(checkpoint: Path, host_fd: int, member: int = 0) -> None:
-    """Have an engine write the prompts to host memory, and end."""
-    with engine(checkpoint, storage=spec(host_fd, member)) as client:
-        client.generate(PROMPTS)
-        wait_until_stored(client)
-
-
-def pinned_chunks(host_fd: int) -> dict[int, int]:
-    """Return the members that pin each pinned chunk, one bit each."""
-    medium = HostMedium.of(host_fd, 63)
-    by_chunk = enumerate(medium._memory.pinned_by(range(medium.num_chunks)))
-    return {chunk: members for chunk, members in by_chunk if members}
-
-
-def check(host_fd: int) -> None:
-    HostMedium.of(host_fd, 63)._memory.check_invariants(time.monotonic() + TIMEOUT_S)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in step", "a step ahead"])
@@ -241,7 +118,7 @@ def test_engines_share_blocks_with_one_that_copies_them(checkpoint: Path, host_f
         found.append(one.generate(turns))
         assert set(pinned_chunks(host_fd).values()) == {1 << 1 | 1 << 2}
         two.clear_cache()
-        until(lambda: set(pinned_chunks(host_fd).values()) == {1 << 1})
+        wait_for("pins to be given back", lambda: set(pinned_chunks(host_fd).values()) == {1 << 1})
         found.append(two.generate(turns))
     right = right_answers(checkpoint, turns)
     assert [tokens(answers) for answers in found] == [right] * 4
@@ -251,15 +128,7 @@ def test_engines_share_blocks_with_one_that_copies_them(checkpoint: Path, host_f
 def test_a_corrupt_block_is_computed_again(dense: Path) -> None:
     with host_memory(dense) as host_fd:
         fill(dense, host_fd)
-        medium = HostMedium.of(host_fd, 63)
-        memory = map_memory(host_fd, HOST_BYTES)
-        written = [
-            chunk
-            for chunk in range(medium.num_chunks)
-            if any(memory[medium.chunks_offset_bytes + chunk * medium.chunk_bytes :][: medium.chunk_bytes])
-        ]
-        for chunk in written[5::7]:
-            memory[medium.chunks_offset_bytes + chunk * medium.chunk_bytes + 100] ^= 1
+        spoil(host_fd)
         with engine(dense, storage=spec(host_fd)) as client:
             found = client.generate(PROMPTS)
             stats = client.wait_for_rest()
@@ -289,7 +158,7 @@ def test_an_engine_lets_go_of_blocks_whose_room_another_wants(dense: Path) -> No
             assert len(pinned_chunks(host_fd)) == CACHED[0] // BLOCK
             two.generate(PROMPTS[1:])
             wait_until_stored(two)
-            until(lambda: not pinned_chunks(host_fd))
+            wait_for("pins to be given back", lambda: not pinned_chunks(host_fd))
             assert one.host_blocks() == (0, 0)
             two.generate([prompt(300, 3)])
             wait_until_stored(two)
@@ -338,5 +207,5 @@ def test_nothing_stays_pinned_when_the_cache_is_emptied(dense: Path) -> None:
         with engine(dense, storage=spec(host_fd)) as client:
             client.generate(PROMPTS)
             client.clear_cache()
-            until(lambda: not pinned_chunks(host_fd))
+            wait_for("pins to be given back", lambda: not pinned_chunks(host_fd))
         check(host_fd)

@@ -18,35 +18,10 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.host_medium import make_host_memory
 from swiftkv.tier.messages import TierStats
 from tests.engine.engine_process import Answer, EngineClient, EngineProcess
-from tests.engine.engine_thread import EngineThread
+from tests.engine.tiered_engine import BLOCK, OPTIONS, PROMPTS, engine, prompt, tokens, wait_until_stored
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lanes import LateRunner
 from tests.support.storage import StuckMedium, dynamic_options
-
-MAX_MODEL_LEN = 512
-BLOCK = 16
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 320) for _ in range(length)]
-
-
-PROMPTS = [prompt(300, 1), prompt(260, 2)]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("tiers")
-    for arch in ("llama", "gemma3"):
-        make_checkpoint(directory / arch, arch)
-    return {arch: directory / arch for arch in ("llama", "gemma3")}
-
-
-@pytest.fixture(params=["llama", "gemma3"], ids=["dense", "hybrid"])
-def checkpoint(checkpoints: dict[str, Path], request: pytest.FixtureRequest) -> Path:
-    return checkpoints[request.param]
-
 
 DENSE_IS_SLOW = pytest.mark.parametrize(
     "checkpoint",
@@ -64,29 +39,12 @@ def storage(backend: dict[str, Any], **policy: Any) -> dict[str, Any]:
     return {"backend": backend, "directory": "/", "prefetch_threshold": BLOCK, **policy}
 
 
-@contextmanager
-def engine(
-    checkpoint: Path, runner: type[ModelRunner] = ModelRunner, **options: Any
-) -> Iterator[EngineThread[ModelRunner]]:
-    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options}
-    client = EngineThread(checkpoint, runner, **options)
-    with client.running():
-        yield client
-
-
 def answers(checkpoint: Path, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
     """Return the greedy answers of an engine that is started for them, and shut down afterwards."""
     with engine(checkpoint, **options) as client:
         found = client.generate(prompts)
         wait_until_stored(client)
         return found
-
-
-def wait_until_stored(client: EngineClient) -> None:
-    """Wait until nothing more is to be written, if there is storage."""
-    client.wait_for_rest()
-    while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
-        client.take_one()
 
 
 def tier_of(client: EngineClient) -> TierStats:
@@ -98,11 +56,6 @@ def tier_of(client: EngineClient) -> TierStats:
 def next_turns(first: Sequence[Answer]) -> list[list[int]]:
     """Return the prompts that go on where the answers ended."""
     return [[*p, *answer.token_ids, 7, 8, 9] for p, answer in zip(PROMPTS, first, strict=True)]
-
-
-def tokens(found: Sequence[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in found)
-    return [answer.token_ids for answer in found]
 
 
 ON_HOST_AND_DEVICE = pytest.mark.parametrize("runner", [ModelRunner, LateRunner], ids=["host", "device"])
@@ -149,7 +102,7 @@ def test_blocks_that_were_rounded_in_another_way_are_not_used(
     answers(checkpoint, PROMPTS, storage=spec)
     monkeypatch.setenv("SWIFTKV_CPU_ISA", "avx2")
     for is_stored in (False, True):
-        with EngineProcess(checkpoint, max_model_len=MAX_MODEL_LEN, storage=spec) as client:
+        with EngineProcess(checkpoint, max_model_len=OPTIONS["max_model_len"], storage=spec) as client:
             assert [bool(answer.cached_tokens) for answer in client.generate(PROMPTS)] == [is_stored] * len(PROMPTS)
             wait_until_stored(client)
 
@@ -501,8 +454,7 @@ def test_a_front_that_is_computed_while_its_back_is_loaded_changes_no_answer(
 @contextmanager
 def ranks(checkpoint: Path, **options: Any) -> Iterator[EngineProcess]:
     """An engine of two ranks: each has half of the KV heads, in a process of its own."""
-    options = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 128, **options}
-    with EngineProcess(checkpoint, tensor_parallel_size=2, **options) as client:
+    with EngineProcess(checkpoint, tensor_parallel_size=2, **{**OPTIONS, **options}) as client:
         yield client
 
 

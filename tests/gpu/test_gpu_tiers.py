@@ -231,6 +231,27 @@ def test_what_is_loaded_gives_the_tokens_of_what_was_in_the_pool(
         assert not stats.tier.failures_total
 
 
+def test_steps_copy_blocks_that_fill_chunks_of_host_memory(checkpoint: Path) -> None:
+    """What they copy, no reader does."""
+    fd = make_host_memory(64 << 20, BYTES)
+    spec = TierSpec(None, "/", host_fd=fd, prefetch_policy="wait_complete", prefetch_threshold=BLOCK)
+    with engine(checkpoint, spec) as client:
+        one_by_one(client)
+        in_pool = one_by_one(client)
+        wait_until_stored(client)
+    with engine(checkpoint, spec) as client:
+        copied = one_by_one(client)
+        stats = client.wait_for_rest()
+    os.close(fd)
+    assert [answer.hit_tokens["host"] for answer in copied] == IN_BLOCKS
+    assert tokens(copied) == tokens(in_pool)
+    assert stats.layer_stream_load is not None
+    assert sum(stats.layer_stream_load.counts) == len(PROMPTS)  # each by one step
+    assert stats.tier is not None
+    assert stats.tier.loaded_bytes_total == sum(IN_BLOCKS) // BLOCK * BYTES
+    assert not stats.tier.failures_total
+
+
 def test_what_leaves_the_pool_comes_back_while_others_decode(checkpoint: Path, tmp_path: Path) -> None:
     """The pool has room for one of the prompts and a little more, and a step is always in flight."""
     with engine(checkpoint, tier(tmp_path)) as client:

@@ -23,6 +23,7 @@ from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 from swiftkv.errors import TransferError
+from swiftkv.shared_memory import make_memory, map_memory
 from swiftkv.transport.base import COPY_TIMING, PeerHandle, Runs
 from swiftkv.transport.peer import IoBackend, PeerTransport
 from swiftkv.transport.rendezvous import find_pool
@@ -206,6 +207,32 @@ def test_what_is_not_there_fails_when_it_is_waited_for_and_copies_nothing(
     with pytest.raises(TransferError, match="not attached"):
         transport.wait(transport.submit(None, one, 0))
     transport.close()
+
+
+def test_host_memory_is_read_until_the_transport_is_closed(pool: CudaPool, io_backend: IoBackend) -> None:
+    """Then the device has let go of it, so that it can be registered anew."""
+    nbytes = NUM_BLOCKS * BLOCK
+    fd = make_memory("host", nbytes)
+    memory = map_memory(fd, nbytes)
+    os.close(fd)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    host.copy_(lender_bytes())
+    load = runs((NUM_BLOCKS - 4, 9, 4, False), (20, 0, 6, True))
+    for _ in range(2):
+        transport = PeerTransport(pool, io_backend)
+        transport.attach_host(7, memory)
+        pool.tensor.zero_()
+        expected = pool.tensor.cpu()
+        for layer in range(GROUP.num_layers):
+            transport.wait(transport.submit(None, load, layer))
+            move_blocks_reference(expected, {7: host}, load.runs, WIDTH, BLOCK, layer, False)
+        transport.settle()
+        assert torch.equal(pool.tensor.cpu(), expected)
+        ticket = transport.submit(None, runs((NUM_BLOCKS - 3, 0, 4, False)), 0)
+        with pytest.raises(TransferError, match="outside of the pools"):
+            transport.wait(ticket)
+        transport.close()
+    assert torch.equal(host, lender_bytes())
 
 
 def test_a_lender_that_is_gone_cannot_be_attached(lender: Lender, pool: CudaPool) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -111,6 +111,15 @@ class Owner:
         with self._woken:
             assert self._woken.wait_for(lambda: self.count > count, TIMEOUT_S)
             return self.count
+
+    def until(self, holds: Callable[[], bool], take_over: Callable[[], object]) -> None:
+        """Call `take_over` whenever another thread has done something, until this holds."""
+        while True:
+            count = self.count
+            take_over()
+            if holds():
+                return
+            self.wait_for_more(count)
 
 
 class MemoryMedium:

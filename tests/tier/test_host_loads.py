@@ -125,12 +125,7 @@ class Scene:
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Take over what storage has done until this holds."""
-        while True:
-            count = self.owner.count
-            self.loads.apply()
-            if holds():
-                return
-            self.owner.wait_for_more(count)
+        self.owner.until(holds, self.loads.apply)
 
     def go_on(self) -> None:
         """Let storage answer, until no prompt waits for it."""

@@ -215,12 +215,7 @@ class Turns:
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Take over what storage has done until this holds."""
-        while True:
-            count = self.owner.count
-            self.loads.apply()
-            if holds():
-                return
-            self.owner.wait_for_more(count)
+        self.owner.until(holds, self.loads.apply)
 
     def close(self) -> None:
         self.loader.close()

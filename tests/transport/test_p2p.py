@@ -167,3 +167,10 @@ def test_a_p2p_lender_that_was_met_and_forgotten_knows_it(tmp_path: Path) -> Non
     server.join(60)
     assert not server.is_alive()
     transport.close()
+
+
+def test_p2p_cannot_reach_host_memory() -> None:
+    transport = P2pTransport(pool_of(NUM_BYTES))
+    with pytest.raises(TransferError, match="only between processes"):
+        transport.attach_host(0, memoryview(bytearray(NUM_BYTES)))
+    transport.close()

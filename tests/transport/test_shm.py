@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from swiftkv.errors import TransferError
+from swiftkv.shared_memory import make_memory, map_memory
 from swiftkv.transport.base import HostMemory, HostPools, PeerHandle, Runs
 from swiftkv.transport.rendezvous import find_pool, publish_pool
 from swiftkv.transport.shm import ShmTransport
 from tests.support.lender import Lender, host_memory, mapped_inodes, pool_of
+from tests.support.runs import move_blocks_reference
 from tests.transport.test_transport import NUM_BYTES, round_trip
 
 
@@ -119,3 +121,32 @@ def test_each_rank_of_a_borrower_has_its_part_of_an_extent_after_that_of_the_ran
         with pytest.raises(TransferError):
             transport.wait(ticket)
         transport.close()
+
+
+def test_shm_reads_host_memory_as_long_as_it_is_open() -> None:
+    """Whole blocks and single layer blocks, from chunks side by side, and none beyond the last."""
+    width, num_layers = 1024, 4
+    block, nbytes = width * num_layers, 1 << 20
+    pool = pool_of(NUM_BYTES)
+    pool.tensor.fill_(9)
+    transport = ShmTransport(pool)
+    fd = make_memory("host", nbytes)
+    transport.attach_host(3, map_memory(fd, nbytes))  # the transport alone keeps it mapped
+    memory = map_memory(fd, nbytes)
+    os.close(fd)
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    host.random_(generator=torch.Generator().manual_seed(0))
+    expected_pool, expected_host = pool.tensor.clone(), host.clone()
+    first = nbytes - 5 * block
+    runs = Runs(np.array([[3, first, 7 * block, 5, 0], [3, 512, 0, 2, 1]]), width, block)
+    for layer in range(num_layers):
+        transport.wait(transport.submit(None, runs, layer))
+        move_blocks_reference(expected_pool, {3: expected_host}, runs.runs, width, block, layer, to_peer=False)
+    assert torch.equal(pool.tensor, expected_pool)
+    assert torch.equal(host, expected_host)
+    for row in ([3, first + 1, 0, 5, 0], [3, first, 0, 6, 0], [3, nbytes, 0, 1, 0], [2, 0, 0, 1, 0]):
+        ticket = transport.submit(None, Runs(np.array([row]), width, block), num_layers - 1)
+        with pytest.raises(TransferError):
+            transport.wait(ticket)
+    assert torch.equal(pool.tensor, expected_pool)
+    transport.close()
