@@ -23,9 +23,10 @@ from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
 from swiftkv.cache.pool import Pool
 from swiftkv.errors import TransferError
+from swiftkv.policies import IoBackend
 from swiftkv.shared_memory import make_memory, map_memory
 from swiftkv.transport.base import COPY_TIMING, PeerHandle, Runs
-from swiftkv.transport.peer import IoBackend, PeerTransport
+from swiftkv.transport.peer import PeerTransport
 from swiftkv.transport.rendezvous import find_pool
 from tests.support.runs import move_blocks_reference
 
