@@ -46,6 +46,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 3, length).tolist()
 
 
+def unique_prompt(length: int, seed: int) -> list[int]:
+    """Return a prompt that begins like no other."""
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
+
+
 def stored(setup: LendingSetup, *prompts: list[int]) -> MovingEngine:
     """Return an engine that has put prompts into host memory, and forgotten them."""
     e = MovingEngine(setup, random.Random(0))
@@ -314,6 +319,33 @@ def test_a_request_that_matches_nothing_computes_beside_blocks_that_come() -> No
     e.drain()
     e.add_held(3, prompt(17), 1)
     assert bring(e, 4, prompt(17)) == 0
+    e.drain()
+
+
+def test_a_refused_prompt_is_matched_again_when_the_tail_of_a_window_moves_up() -> None:
+    """It then finds blocks that a running request uses, and needs fewer, though no room has come."""
+    setup = LendingSetup(((1, 24, 0), (1, 12, 9)), (), sources=(1,), num_chunks=64, max_num_seqs=8, max_model_len=80)
+    e = MovingEngine(setup, random.Random(0))
+    document = unique_prompt(52, 0)
+    e.add(1, document[:24], 1)
+    e.drain()
+    e.store()
+    e.add(2, document, 28)
+    for request_id in range(10, 14):  # their windows take the place of the tail
+        e.add(request_id, unique_prompt(12, request_id), 1)
+    while len(e.requests) > 1:
+        assert e.schedule()
+        e.commit()
+    e.add(3, [*document[:25], *unique_prompt(15, 3)], 1)
+    assert e.schedule()
+    e.commit()
+    assert e.scheduler.stats().num_running == 1
+    assert bring(e, 4, [*document[:25], 5], 1) > 0
+    assert {each.name[1] for each in e.coming} == {1}
+    e.abort(4)
+    assert e.schedule()
+    assert e.planned[-1].plan.new_request_ids.tolist() == [3]
+    assert e.planned[-1].plan.new_cached_tokens.tolist() == [24]
     e.drain()
 
 
