@@ -31,6 +31,10 @@ WINDOW = LendingSetup(((1, 24, 0), (2, 16, 9)), (), sources=(1,), num_chunks=32)
 HYBRID_BORROWS = replace(HYBRID, borrow=(BorrowSetup(0, 4, 2),))
 WINDOW_BORROWS = replace(WINDOW, borrow=(BorrowSetup(0, 4, 2),))
 BORROWS = LendingSetup(((3, 12, 0),), (BorrowSetup(0, 4, 2),), sources=(0,), num_chunks=24)
+SHARED = replace(HYBRID, groups=((2, 24, 0), (2, 24, 9)), blocks_per_extent=(2, 2))
+SHARED_BORROWS = replace(
+    WINDOW, groups=((1, 56, 0), (2, 28, 9)), borrow=(BorrowSetup(0, 3, 4),), blocks_per_extent=(4, 2)
+)
 LENDS = replace(DENSE, lend=((0, 16, 1),))
 BATCH = 2 * _core.PRIORITIES_PER_CLASS
 MAX_EVENTS = 100_000
@@ -447,6 +451,15 @@ def test_a_back_that_a_step_has_failed_to_copy_is_computed() -> None:
 # ---- what subscribers hear ----
 
 
+class BackFollower(Follower):
+    """Follows an engine that tells of the back of a prompt before its front."""
+
+    def check_tokens(self, event: dict[str, Any]) -> None:
+        """Check the event's tokens if all tokens before them are known."""
+        if event["parent_block_hash"] is None or event["parent_block_hash"] in self.prefixes:
+            super().check_tokens(event)
+
+
 def heard(e: MovingEngine) -> list[dict[str, Any]]:
     """Return the events since the last call."""
     return list(format_of(e.setup).events_of(Taken(*e.scheduler.take_kv_events())))
@@ -591,13 +604,15 @@ def act(e: MovingEngine, rng: random.Random, request_id: int) -> None:
             e.abandon()
 
 
-@pytest.mark.parametrize("setup", [DENSE, HYBRID, WINDOW, BORROWS, HYBRID_BORROWS, WINDOW_BORROWS])
+@pytest.mark.parametrize(
+    "setup", [DENSE, HYBRID, WINDOW, SHARED, BORROWS, HYBRID_BORROWS, WINDOW_BORROWS, SHARED_BORROWS]
+)
 def test_random_histories_move_blocks(setup: LendingSetup) -> None:
     """The state machine shows little: hardly any block is copied there. Subscribers hear what the pool has."""
     num_moved = 0
     for seed in range(NUM_HISTORIES):
         rng = random.Random(seed)
-        e, follower = MovingEngine(setup, rng), Follower()
+        e, follower = MovingEngine(setup, rng), BackFollower()
         e.scheduler.enable_kv_events(MAX_EVENTS)
         for request_id in range(200):
             act(e, rng, request_id)

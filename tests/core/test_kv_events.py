@@ -40,7 +40,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.index: set[Entry] = set()
-        self._prefixes: dict[int, list[int]] = {}  # all tokens up to the end of a block, by its hash
+        self.prefixes: dict[int, list[int]] = {}  # all tokens up to the end of a block, by its hash
 
     def apply(self, event: dict[str, Any]) -> None:
         assert tuple(event) == ("type", *FIELDS[event["type"]])
@@ -56,17 +56,17 @@ class Follower:
         assert not entries & self.index
         self.index |= entries
         if event["token_ids"]:
-            self._check_tokens(event)
+            self.check_tokens(event)
 
-    def _check_tokens(self, event: dict[str, Any]) -> None:
+    def check_tokens(self, event: dict[str, Any]) -> None:
         parent, size = event["parent_block_hash"], event["block_size"]
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
-        prefix = [*([] if parent is None else self._prefixes[parent]), *event["token_ids"]]
+        prefix = [*([] if parent is None else self.prefixes[parent]), *event["token_ids"]]
         keys = _core.block_keys(b"", np.array(prefix, np.int32), size)
         hashes = [hash_of(keys[i : i + KEY_BYTES]) for i in range(0, len(keys), KEY_BYTES)]
         assert hashes[-len(event["block_hashes"]) :] == event["block_hashes"]
         for i, name in enumerate(hashes):
-            self._prefixes[name] = prefix[: (i + 1) * size]
+            self.prefixes[name] = prefix[: (i + 1) * size]
 
 
 class Router(Follower):
