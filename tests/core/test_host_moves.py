@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +13,31 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from lending_oracle import BorrowSetup, LendingSetup
 from lending_storage_oracle import MovingEngine
+from test_kv_events import Follower, format_of, resident
 from test_lending_states import SETUPS
 from test_lending_storage import LendingWithStorage
 
+from swiftkv import _core
 from swiftkv._core import GroupSpec, Scheduler
+from swiftkv.engine.kv_events import Taken
 from swiftkv.policies import WritePolicy
 
 BLOCK = 4
 NUM_HISTORIES = 15
-RARE = ["store", "abort", "host", "storage", "lend", "load", "pin"]
+RARE = ["store", "abort", "host", "storage", "lend", "load", "pin", "add", "abandon"]
 DENSE = LendingSetup(((3, 16, 0),), (), sources=(0,), num_chunks=24)
 HYBRID = LendingSetup(((2, 24, 0), (2, 16, 9)), (), sources=(0, 1), num_chunks=32)
 WINDOW = LendingSetup(((1, 24, 0), (2, 16, 9)), (), sources=(1,), num_chunks=32)
 HYBRID_BORROWS = replace(HYBRID, borrow=(BorrowSetup(0, 4, 2),))
 WINDOW_BORROWS = replace(WINDOW, borrow=(BorrowSetup(0, 4, 2),))
 BORROWS = LendingSetup(((3, 12, 0),), (BorrowSetup(0, 4, 2),), sources=(0,), num_chunks=24)
+SHARED = replace(HYBRID, groups=((2, 24, 0), (2, 24, 9)), blocks_per_extent=(2, 2))
+SHARED_BORROWS = replace(
+    WINDOW, groups=((1, 56, 0), (2, 28, 9)), borrow=(BorrowSetup(0, 3, 4),), blocks_per_extent=(4, 2)
+)
+LENDS = replace(DENSE, lend=((0, 16, 1),))
+BATCH = 2 * _core.PRIORITIES_PER_CLASS
+MAX_EVENTS = 100_000
 
 
 def with_sources(setup: LendingSetup) -> LendingSetup:
@@ -37,6 +48,11 @@ def with_sources(setup: LendingSetup) -> LendingSetup:
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 3, length).tolist()
+
+
+def unique_prompt(length: int, seed: int) -> list[int]:
+    """Return a prompt that begins like no other."""
+    return np.random.default_rng(seed).integers(0, 1000, length).tolist()
 
 
 def stored(setup: LendingSetup, *prompts: list[int]) -> MovingEngine:
@@ -108,6 +124,20 @@ def test_a_step_without_tokens_copies_what_an_aborted_request_has_left() -> None
     e.drain()
 
 
+def test_the_last_blocks_of_what_nobody_uses_are_evicted_first() -> None:
+    e = stored(DENSE, prompt(33))
+    bring(e, 1, [*prompt(33), 1])
+    e.abort(1)
+    assert e.schedule()
+    e.commit()
+    e.add(2, prompt(40, 1), 1)
+    e.add(3, prompt(33), 1)
+    assert e.schedule()
+    e.commit()
+    e.drain()
+    assert e.scheduler.stats().prefix_hit_tokens_total == 24
+
+
 def test_a_block_that_is_forgotten_meanwhile_is_not_copied() -> None:
     e = stored(DENSE, prompt(33))
     bring(e, 1, [*prompt(33), 1], 1)
@@ -156,6 +186,330 @@ def test_a_chunk_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="has no chunk 24"):
         e.scheduler.begin_load(1, 8, 0, pinned)
     e.let_go(1)
+    e.drain()
+
+
+def num_pins(e: MovingEngine) -> int:
+    """Return how many pins the scheduler has."""
+    e.take_unpinned()
+    return sum(chunk.num_pins for chunk in e.chunks)
+
+
+def new_rows(e: MovingEngine) -> dict[int, int]:
+    """Return how many tokens the step planned last computes of each request."""
+    plan = e.planned[-1].plan
+    return dict(zip(plan.request_ids.tolist(), np.diff(plan.query_starts).tolist(), strict=True))
+
+
+def num_copied(e: MovingEngine) -> int:
+    """Return how many blocks the step planned last copies from host memory."""
+    assert e.planned
+    return len(e.moving.get(e.planned[-1].number, []))
+
+
+# ---- steps that fail ----
+
+
+@pytest.mark.parametrize("setup", [DENSE, HYBRID, BORROWS], ids=["dense", "hybrid", "borrows"])
+def test_a_step_that_fails_has_copied_nothing(setup: LendingSetup) -> None:
+    """Its pins are given back, and its request computes what was to come."""
+    e = stored(setup, prompt(33))
+    num_blocks = bring(e, 1, [*prompt(33), 1])
+    assert e.schedule()
+    e.abandon()
+    e.check()
+    assert num_pins(e) == 0
+    assert sum(group.cached + group.used for group in e.scheduler.stats().groups) == 0
+    assert e.schedule()
+    assert num_copied(e) == 0
+    assert new_rows(e) == {1: 16}
+    run(e)
+    e.drain()
+    assert bring(e, 2, [*prompt(33), 2]) == 0  # it was computed, and lies in the pool
+    e.scheduler.reset_prefix_cache()
+    assert bring(e, 3, [*prompt(33), 3]) == num_blocks
+    assert e.schedule()
+    assert num_copied(e) == num_blocks
+    e.drain()
+
+
+def test_blocks_that_come_outlive_a_step_that_fails_before_them() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add(1, prompt(9, 1), 1)
+    assert e.schedule()
+    assert bring(e, 2, [*prompt(33), 2]) == 8
+    e.abandon()
+    assert num_pins(e) == 8
+    assert e.schedule()
+    assert num_copied(e) == 8
+    assert new_rows(e) == {1: 9, 2: 2}
+    e.drain()
+
+
+def test_a_pin_loses_what_a_step_has_failed_to_copy() -> None:
+    e = stored(DENSE, prompt(33))
+    bring(e, 1, [*prompt(33), 1])
+    assert e.schedule()
+    assert e.pin(prompt(32), 1.0) is not None
+    e.abandon()
+    assert not e.pins
+    e.drain()
+
+
+# ---- room ----
+
+
+def test_a_request_is_displaced_while_the_blocks_of_another_come() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add(1, prompt(24, 1), 20, priority=BATCH)
+    assert e.schedule()
+    e.commit()
+    e.add_held(2, [*prompt(33), *prompt(8, 2)], 4)
+    assert e.begin_load(2) is None
+    e.let_go(2)
+    assert e.schedule()
+    assert e.planned[-1].plan.preempted_request_ids.tolist() == [1]
+    assert num_copied(e) == 8
+    assert new_rows(e) == {2: 9}
+    e.check()
+    e.drain()
+
+
+def test_a_request_is_preempted_while_a_step_holds_the_blocks_that_come() -> None:
+    """It finds what it has computed again: the room that it lacked has been lent meanwhile."""
+    e = stored(LENDS, prompt(33))
+    e.add(1, prompt(8, 1), 6)
+    assert e.schedule()
+    e.commit()
+    assert bring(e, 2, prompt(33)) == 8
+    e.lend(0, 16)
+    assert e.schedule()
+    assert e.planned[-1].plan.preempted_request_ids.tolist() == [1]
+    assert num_copied(e) == 8
+    e.check()
+    e.commit()
+    e.take_back(0, 16)
+    e.drain()
+    assert set(e.outputs) >= {1, 2}
+
+
+def test_a_request_that_matches_nothing_awaits_the_room_of_blocks_that_come() -> None:
+    """A step without tokens copies them, and they give way in the next one."""
+    e = stored(LENDS, prompt(33))
+    e.add(1, prompt(8, 1), 2, skip_prefix_match=True)
+    assert e.schedule()
+    e.commit()
+    assert bring(e, 2, prompt(33)) == 8
+    e.lend(0, 16)
+    assert e.schedule()
+    assert num_copied(e) == 8
+    assert new_rows(e) == {}
+    e.check()
+    e.commit()
+    assert e.schedule()
+    assert new_rows(e) == {1: 1}
+    assert e.scheduler.stats().num_preemptions_total == 0
+    e.take_back(0, 16)
+    e.drain()
+
+
+def test_a_request_that_matches_nothing_computes_beside_blocks_that_come() -> None:
+    e = stored(DENSE, prompt(17))
+    assert bring(e, 1, [*prompt(17), 1]) == 4
+    e.add(2, prompt(17), 1, skip_prefix_match=True)
+    assert e.schedule()
+    assert e.planned[-1].plan.new_cached_tokens.tolist() == [16, 0]
+    assert new_rows(e) == {1: 2, 2: 14}
+    e.drain()
+    e.add_held(3, prompt(17), 1)
+    assert bring(e, 4, prompt(17)) == 0
+    e.drain()
+
+
+def test_a_refused_prompt_is_matched_again_when_the_tail_of_a_window_moves_up() -> None:
+    """It then finds blocks that a running request uses, and needs fewer, though no room has come."""
+    setup = LendingSetup(((1, 24, 0), (1, 12, 9)), (), sources=(1,), num_chunks=64, max_num_seqs=8, max_model_len=80)
+    e = MovingEngine(setup, random.Random(0))
+    document = unique_prompt(52, 0)
+    e.add(1, document[:24], 1)
+    e.drain()
+    e.store()
+    e.add(2, document, 28)
+    for request_id in range(10, 14):  # their windows take the place of the tail
+        e.add(request_id, unique_prompt(12, request_id), 1)
+    while len(e.requests) > 1:
+        assert e.schedule()
+        e.commit()
+    e.add(3, [*document[:25], *unique_prompt(15, 3)], 1)
+    assert e.schedule()
+    e.commit()
+    assert e.scheduler.stats().num_running == 1
+    assert bring(e, 4, [*document[:25], 5], 1) > 0
+    assert {each.name[1] for each in e.coming} == {1}
+    e.abort(4)
+    assert e.schedule()
+    assert e.planned[-1].plan.new_request_ids.tolist() == [3]
+    assert e.planned[-1].plan.new_cached_tokens.tolist() == [24]
+    e.drain()
+
+
+# ---- the order of steps ----
+
+
+def test_recalled_extents_are_emptied_before_blocks_come() -> None:
+    """The step that empties them goes alone, and the one after it copies from host memory."""
+    e = stored(BORROWS, prompt(9))
+    e.borrow(0, 4)
+    e.add(1, prompt(32, 1), 8)
+    e.add(2, prompt(16, 3), 8)
+    while e.scheduler.stats().groups[0].borrowed_used == 0:
+        assert e.schedule()
+        e.commit()
+    e.abort(1)  # what lies with the lender finds room here
+    assert bring(e, 3, [*prompt(9), 2]) == 2
+    e.recall(0, 4)
+    assert e.schedule()
+    assert e.planned[-1].plan.has_copies
+    assert new_rows(e) == {}
+    assert num_copied(e) == 0
+    assert num_pins(e) == len(e.coming) == 2
+    e.commit()
+    assert e.schedule()
+    assert num_copied(e) == 2
+    e.drain()
+
+
+def test_a_step_that_is_planned_ahead_copies_blocks() -> None:
+    """The end of the step before it gives back none of its pins, and no third step is planned before it has ended."""
+    e = stored(DENSE, prompt(33))
+    e.add(1, prompt(9, 1), 8)
+    assert e.schedule()
+    assert bring(e, 2, [*prompt(33), 2]) == 8
+    assert e.schedule()
+    assert num_copied(e) == 8
+    e.commit()
+    e.check()
+    assert num_pins(e) == 8
+    assert not e.schedule()
+    e.abort(2)
+    e.scheduler.reset_prefix_cache()
+    e.check()
+    e.commit()
+    assert num_pins(e) == 0
+    assert e.step_ahead()
+    assert e.schedule()  # a step that copies nothing may have another ahead of it
+    e.drain()
+
+
+def test_no_block_is_taken_while_a_step_copies() -> None:
+    e = stored(DENSE, prompt(17), prompt(17, 1))
+    assert bring(e, 1, prompt(17)) == 4
+    e.add_held(2, prompt(17, 1), 1)
+    assert e.schedule()
+    assert e.begin_load(2) is None
+    assert not e.coming
+    e.commit()
+    assert e.begin_load(2) is None
+    assert e.coming  # others have taken some of the chunks meanwhile
+    e.drain()
+
+
+# ---- the back of a prompt ----
+
+
+def test_a_request_computes_its_front_and_meets_what_comes() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add_held(1, prompt(33), 2)
+    e.meet(1, 2)
+    assert len(e.coming) == 6
+    assert e.schedule()
+    assert num_copied(e) == 6
+    assert new_rows(e) == {1: 8}
+    e.commit()
+    assert e.schedule()
+    plan = e.planned[-1].plan
+    assert plan.met_request_ids.tolist() == [1]
+    assert plan.met_blocks.tolist() == [[2, 8]]
+    assert new_rows(e) == {1: 1}
+    e.drain()
+
+
+def test_a_back_that_a_step_has_failed_to_copy_is_computed() -> None:
+    e = stored(DENSE, prompt(33))
+    e.add_held(1, prompt(33), 2)
+    e.meet(1, 2)
+    assert e.schedule()
+    e.abandon()
+    assert e.schedule()
+    assert new_rows(e) == {1: 16}
+    run(e)
+    assert e.num_moved == 6
+    assert not e.scheduler.stats().prefix_hit_tokens_total
+    e.drain()
+
+
+# ---- what subscribers hear ----
+
+
+class BackFollower(Follower):
+    """Follows an engine that tells of the back of a prompt before its front."""
+
+    def check_tokens(self, event: dict[str, Any]) -> None:
+        """Check the event's tokens if all tokens before them are known."""
+        if event["parent_block_hash"] is None or event["parent_block_hash"] in self.prefixes:
+            super().check_tokens(event)
+
+
+def heard(e: MovingEngine) -> list[dict[str, Any]]:
+    """Return the events since the last call."""
+    return list(format_of(e.setup).events_of(Taken(*e.scheduler.take_kv_events())))
+
+
+def telling(*prompts: list[int]) -> MovingEngine:
+    """Return an engine as `stored` does, which tells subscribers from now on."""
+    e = stored(DENSE, *prompts)
+    e.scheduler.enable_kv_events(MAX_EVENTS)
+    return e
+
+
+def test_blocks_that_move_up_are_told_once_with_their_tokens() -> None:
+    e = telling(prompt(33))
+    bring(e, 1, [*prompt(33), 1], 1)
+    assert not heard(e)
+    assert e.schedule()
+    [event] = heard(e)
+    assert (event["type"], event["medium"]) == ("BlockStored", "CPU")
+    assert event["token_ids"] == prompt(33)[:32]
+    e.commit()
+    assert not heard(e)
+    e.drain()
+
+
+def test_a_block_that_is_forgotten_before_it_comes_is_not_told() -> None:
+    e = telling(prompt(33))
+    bring(e, 1, [*prompt(33), 1], 1)
+    e.scheduler.reset_prefix_cache()
+    assert [event["type"] for event in heard(e)] == ["AllBlocksCleared"]
+    e.abort(1)
+    assert not e.schedule()
+    assert not heard(e)
+    e.add(2, prompt(9, 1), 1)  # in the blocks that were to come
+    run(e)
+    assert [event["token_ids"] for event in heard(e)] == [prompt(9, 1)[:8]]
+
+
+def test_blocks_that_a_step_has_failed_to_copy_are_told_to_be_gone() -> None:
+    e = telling(prompt(33))
+    bring(e, 1, [*prompt(33), 1], 1)
+    assert e.schedule()
+    follower = Follower()
+    for event in heard(e):
+        follower.apply(event)
+    assert len(follower.index) == 8
+    e.abandon()
+    for event in heard(e):
+        follower.apply(event)
+    assert not follower.index
     e.drain()
 
 
@@ -243,18 +597,29 @@ def act(e: MovingEngine, rng: random.Random, request_id: int) -> None:
             for pin_id in list(e.pins):
                 e.unpin(pin_id)
             e.pin(tokens, 0.5)
+        case "add":
+            priority = rng.randint(0, 2) * _core.PRIORITIES_PER_CLASS
+            e.add(request_id, tokens, rng.randint(1, 8), skip_prefix_match=rng.random() < 0.5, priority=priority)
+        case "abandon" if e.planned:
+            e.abandon()
 
 
-@pytest.mark.parametrize("setup", [DENSE, HYBRID, WINDOW, BORROWS, HYBRID_BORROWS, WINDOW_BORROWS])
+@pytest.mark.parametrize(
+    "setup", [DENSE, HYBRID, WINDOW, SHARED, BORROWS, HYBRID_BORROWS, WINDOW_BORROWS, SHARED_BORROWS]
+)
 def test_random_histories_move_blocks(setup: LendingSetup) -> None:
-    """The state machine shows little: hardly any block is copied there."""
+    """The state machine shows little: hardly any block is copied there. Subscribers hear what the pool has."""
     num_moved = 0
     for seed in range(NUM_HISTORIES):
         rng = random.Random(seed)
-        e = MovingEngine(setup, rng)
+        e, follower = MovingEngine(setup, rng), BackFollower()
+        e.scheduler.enable_kv_events(MAX_EVENTS)
         for request_id in range(200):
             act(e, rng, request_id)
             e.check()
+            for event in heard(e):
+                follower.apply(event)
+            assert follower.index == resident(e.scheduler)
         e.drain()
         e.check()
         num_moved += e.num_moved

@@ -35,14 +35,47 @@ FIELDS = {
 Entry = tuple[int, int, str]  # hash, group, medium
 
 
-class Router:
+class Follower:
+    """Keeps an index of the blocks that events name."""
+
+    def __init__(self) -> None:
+        self.index: set[Entry] = set()
+        self.prefixes: dict[int, list[int]] = {}  # all tokens up to the end of a block, by its hash
+
+    def apply(self, event: dict[str, Any]) -> None:
+        assert tuple(event) == ("type", *FIELDS[event["type"]])
+        if event["type"] == "AllBlocksCleared":
+            self.index.clear()
+            return
+        entries = {(name, event["group_idx"], event["medium"]) for name in event["block_hashes"]}
+        assert len(entries) == len(event["block_hashes"])
+        if event["type"] == "BlockRemoved":
+            assert entries <= self.index
+            self.index -= entries
+            return
+        assert not entries & self.index
+        self.index |= entries
+        if event["token_ids"]:
+            self.check_tokens(event)
+
+    def check_tokens(self, event: dict[str, Any]) -> None:
+        parent, size = event["parent_block_hash"], event["block_size"]
+        assert len(event["token_ids"]) == size * len(event["block_hashes"])
+        prefix = [*([] if parent is None else self.prefixes[parent]), *event["token_ids"]]
+        keys = _core.block_keys(b"", np.array(prefix, np.int32), size)
+        hashes = [hash_of(keys[i : i + KEY_BYTES]) for i in range(0, len(keys), KEY_BYTES)]
+        assert hashes[-len(event["block_hashes"]) :] == event["block_hashes"]
+        for i, name in enumerate(hashes):
+            self.prefixes[name] = prefix[: (i + 1) * size]
+
+
+class Router(Follower):
     """Follows an engine as vLLM's subscribers do, in either encoding, and asks again for what it has missed."""
 
     def __init__(self, context: zmq.Context[Any], spec: KVEventsSpec) -> None:
-        self.index: set[Entry] = set()
+        super().__init__()
         self.num_missed = 0
         self._next = 0
-        self._prefixes: dict[int, list[int]] = {}  # all tokens up to the end of a block, by its hash
         self._live = context.socket(zmq.SUB)
         self._live.subscribe(spec.topic.encode())
         self._live.connect(spec.endpoint)
@@ -84,32 +117,6 @@ class Router:
         assert rank == 0
         for event in events:
             self.apply(event if isinstance(event, dict) else as_map(event))
-
-    def apply(self, event: dict[str, Any]) -> None:
-        assert tuple(event) == ("type", *FIELDS[event["type"]])
-        if event["type"] == "AllBlocksCleared":
-            self.index.clear()
-            return
-        entries = {(name, event["group_idx"], event["medium"]) for name in event["block_hashes"]}
-        assert len(entries) == len(event["block_hashes"])
-        if event["type"] == "BlockRemoved":
-            assert entries <= self.index
-            self.index -= entries
-            return
-        assert not entries & self.index
-        self.index |= entries
-        if event["token_ids"]:
-            self._check_tokens(event)
-
-    def _check_tokens(self, event: dict[str, Any]) -> None:
-        parent, size = event["parent_block_hash"], event["block_size"]
-        assert len(event["token_ids"]) == size * len(event["block_hashes"])
-        prefix = [*([] if parent is None else self._prefixes[parent]), *event["token_ids"]]
-        keys = _core.block_keys(b"", np.array(prefix, np.int32), size)
-        hashes = [hash_of(keys[i : i + KEY_BYTES]) for i in range(0, len(keys), KEY_BYTES)]
-        assert hashes[-len(event["block_hashes"]) :] == event["block_hashes"]
-        for i, name in enumerate(hashes):
-            self._prefixes[name] = prefix[: (i + 1) * size]
 
 
 def as_map(event: list[Any]) -> dict[str, Any]:

@@ -122,6 +122,105 @@ MUTANTS = [
         " ||\n               group.pool.count(Place::kHost, BlockState::kLoading) > 0",
         "",
     ),
+    # Steps that copy blocks from host memory.
+    Mutant(
+        "a pin is given back before the step has copied the block",
+        (
+            Edit(
+                CACHE_STORAGE,
+                "groups_[g].moves_up.push_back(copy);",
+                "groups_[g].moves_up.push_back(copy); pool.note_unpinned(copy.chunk);",
+            ),
+            Edit(CACHE_RELEASE, "group.pool.note_unpinned(it->chunk);", ""),
+        ),
+    ),
+    Mutant(
+        "a step does not hold the blocks that it copies",
+        (
+            Edit(CACHE_STORAGE, "pool.add_ref(copy.local);", ""),
+            Edit(CACHE_RELEASE, "group.pool.drop_ref(it->local);", ""),
+        ),
+    ),
+    one(
+        "a block is copied that was forgotten",
+        CACHE_STORAGE,
+        "const bool is_wanted = pool.node(copy.local) != kNone;",
+        "const bool is_wanted = true;",
+    ),
+    one(
+        "the pin of a block that was forgotten is kept",
+        CACHE_STORAGE,
+        "pool.note_unpinned(copy.chunk);",
+        "",
+    ),
+    one(
+        "a block that a failed step was to copy is here",
+        CACHE_RELEASE,
+        "for (const ChunkCopy& copy : groups_[g].moves_up) forget(copy.local);",
+        "",
+    ),
+    one(
+        "the blocks that moved up first are evicted first",
+        CACHE_RELEASE,
+        "for (auto it = group.moves_up.rbegin(); it != group.moves_up.rend(); ++it) {",
+        "for (auto it = group.moves_up.begin(); it != group.moves_up.end(); ++it) {",
+    ),
+    one(
+        "a block is copied from the chunk of another",
+        CACHE_STORAGE,
+        "coming.push_back({load.chunk, load.block});",
+        "coming.push_back({load.index, load.block});",
+    ),
+    one(
+        "blocks that move up are not told",
+        CACHE_STORAGE,
+        "tell_loaded(g, copy.local, is_wanted);",
+        "",
+    ),
+    one("host memory has the link of a lender", PLAN, "loads.add(cache_.host_link(),", "loads.add(0,"),
+    one(
+        "chunks begin where host memory begins",
+        PLAN,
+        "spec.source.offset_bytes + chunk * block_bytes,",
+        "chunk * block_bytes,",
+    ),
+    one(
+        "the layers of a block from host memory lie in one place",
+        PLAN,
+        "spec.base_offset_bytes + local * block_bytes, false,",
+        "spec.base_offset_bytes + local * block_bytes, true,",
+    ),
+    one(
+        "blocks from host memory are loaded when their layer begins",
+        PLAN,
+        "is_streaming |= cache_.has_moves_up();",
+        "",
+    ),
+    one(
+        "a step is planned beside one that copies from host memory",
+        CACHE_LENDING,
+        " ||\n               !group.moves_up.empty();",
+        ";",
+    ),
+    one(
+        "a request is preempted for the room of blocks that a step copies",
+        CACHE_ROOM,
+        " + static_cast<int>(group.moves_up.size())}",
+        "}",
+    ),
+    one("a request awaits only blocks that are loading", CACHE_ROOM, " && !has_moves_up()", ""),
+    one(
+        "a refused request does not notice what moves up",
+        SCHEDULER,
+        "if (cache_.has_moves_up()) refusal_.forget();",
+        "",
+    ),
+    one(
+        "blocks from host memory go before what lenders want back",
+        SCHEDULER,
+        "    if (cache_.has_copies()) return open(step);\n    move_up();",
+        "    move_up();\n    if (cache_.has_copies()) return open(step);",
+    ),
     # Pins.
     one(
         "a pin keeps blocks that a lender may want back",

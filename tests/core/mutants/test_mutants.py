@@ -29,6 +29,7 @@ TESTS = {
             "lending",
             "lending_shared",
             "scheduler",
+            "host_moves",
             "windows",
             "step_time",
             "prompt_queue",
