@@ -689,7 +689,7 @@ class Scheduler:
     def evict_host(self) -> bool:
         """Evict all cached blocks in host memory.
 
-        Return false, with nothing changed, while a step in progress may copy blocks between the pool and peers.
+        Return false, with nothing changed, while a step in progress copies blocks.
         """
 
     @property

@@ -285,11 +285,11 @@ class KvCache {
     // a lower place stay there, and need no room; nor do blocks whose chunks are pinned.
     int local_room(std::span<const BlockKey> keys, PinnedChunks pinned) const;
     // Takes a block for each block that the prefix `keys` needs from block `first` on and that is not here: its pinned
-    // chunk if the group is attended there, or else a free local block, such that `spare` blocks stay available. With
-    // `may_evict`, it evicts cached blocks for them, except those of the prefixes `kept`. Returns an empty list, with
-    // nothing changed, if there is no room.
+    // chunk if the group is attended there, or else a free local block, such that `spare` blocks stay available. Evicts
+    // cached blocks for them, except those of the prefixes `kept`. Returns an empty list, with nothing changed, if
+    // there is no room.
     std::vector<LoadingBlock> begin_load(std::span<const BlockKey> keys, int first, PinnedChunks pinned, Spare spare,
-                                         bool may_evict, std::span<const std::span<const BlockKey>> kept);
+                                         std::span<const std::span<const BlockKey>> kept);
     // Has the step that is being planned copy the blocks that begin_load() has found in pinned chunks, and holds them
     // until it settles.
     void move_up();

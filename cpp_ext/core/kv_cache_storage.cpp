@@ -209,8 +209,7 @@ int KvCache::local_room(std::span<const BlockKey> keys, PinnedChunks pinned) con
 // the last to be evicted afterwards. Does the same with the prefixes `kept` if blocks have to be evicted. As these are
 // many, the cache remembers that there was no room beside them.
 std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, int first, PinnedChunks pinned,
-                                              Spare spare, bool may_evict,
-                                              std::span<const std::span<const BlockKey>> kept) {
+                                              Spare spare, std::span<const std::span<const BlockKey>> kept) {
     std::vector<LoadingBlock> loading = missing_from(keys, first, pinned);
     std::vector<int> needed(groups_.size(), 0);
     for (const LoadingBlock& load : loading) needed[load.group] += load.block == kNone;
@@ -221,7 +220,7 @@ std::vector<LoadingBlock> KvCache::begin_load(std::span<const BlockKey> keys, in
     };
     const bool must_evict = !division_.fits(wanted, Means::kNone);
     const auto has_room_now = [&] { return division_.fits(wanted, must_evict ? Means::kEviction : Means::kNone); };
-    if (must_evict && (!may_evict || !has_room_now() || is_known_to_lack_room(wanted, kept))) return {};
+    if (must_evict && (!has_room_now() || is_known_to_lack_room(wanted, kept))) return {};
     std::vector<std::pair<int, BlockId>> held_of_kept, held;
     if (must_evict)
         for (std::span<const BlockKey> prefix : kept) hold_present(prefix, held_of_kept);

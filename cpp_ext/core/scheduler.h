@@ -125,7 +125,7 @@ class Scheduler {
     std::vector<LoadingBlock> begin_load(RequestId id, int num_blocks, int first, PinnedChunks pinned = {});
     std::vector<int> take_unpinned();
     // Evicts all cached blocks that lie in host memory. Returns false, with nothing changed, while a step in progress
-    // may copy blocks.
+    // copies blocks.
     bool evict_host();
     // Whether the front of a prompt can be computed while its back is loading. For that, prompts must be split, and
     // some group must have full attention: of a sliding window, only a tail is ever loaded.
@@ -203,10 +203,9 @@ class Scheduler {
     bool reads_lost(const StepRow& row) const;
     void note_brought(Request& request);
     std::vector<std::span<const BlockKey>> prefixes_brought_before(const Request& request);
-    // Blocks that a step in progress copies may be cached already, and must not be evicted before it ends.
-    bool may_evict() const { return !cache_.can_borrow() || open_.empty(); }
     void check_pinned(PinnedChunks pinned, size_t num_keys) const;
     void check_is_open(const char* what) const;
+    // Blocks that a step in progress copies may be cached already, and must not be evicted before it ends.
     bool is_step_copying() const { return !open_.empty() && open_.back().has_copies; }
     void check_steps(const Request& running) const;
 

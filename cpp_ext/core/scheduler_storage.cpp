@@ -130,7 +130,7 @@ std::vector<LoadingBlock> Scheduler::begin_load(RequestId id, int num_blocks, in
     const int num_to_compute = first - cache_.usable_length(cache_.residency(keys.first(first)));
     const Spare spare{policy_.spare_blocks(roster_.running()), num_to_compute};
     std::vector<LoadingBlock> loading =
-        cache_.begin_load(keys.first(num_blocks), first, pinned, spare, may_evict(), prefixes_brought_before(*request));
+        cache_.begin_load(keys.first(num_blocks), first, pinned, spare, prefixes_brought_before(*request));
     if (!loading.empty() && request->slot == kNone) {
         request->load_end = num_blocks;
         note_brought(*request);
@@ -167,7 +167,7 @@ std::vector<int> Scheduler::take_unpinned() {
 
 bool Scheduler::evict_host() {
     const std::lock_guard lock(mutex_);
-    if (!may_evict()) return false;
+    if (is_step_copying()) return false;
     cache_.evict_host();
     return true;
 }

@@ -119,6 +119,21 @@ def test_nothing_is_loaded_into_blocks_that_a_step_still_copies_from() -> None:
     e.drain()
 
 
+def test_a_load_evicts_blocks_beside_a_step_that_copies_none() -> None:
+    e = StoringEngine(LendingSetup(((3, 12, 0),), (BorrowSetup(0, 4, 2),)), random.Random(0))
+    run(e, 1, prompt(25))
+    run(e, 2, prompt(25, 1))
+    e.add(3, prompt(9, 2), 8)
+    assert e.schedule()
+    e.add_held(4, prompt(25), 2)
+    transfer = e.begin_load(4)
+    assert transfer is not None
+    assert e.planned
+    e.read(transfer, len(transfer.blocks))
+    e.let_go(4)
+    e.drain()
+
+
 def test_a_back_that_goes_to_a_lender_is_computed() -> None:
     """Another prompt takes its blocks before the request comes to it, and nobody has counted room to stage them in."""
     e = borrowing()

@@ -205,6 +205,19 @@ def test_blocks_are_copied_anew_after_the_cache_is_emptied(
 
 
 @IN_STEP_AND_AHEAD
+def test_a_copy_that_fails_only_costs_its_step(
+    mover: Mover, host_fd: int, right: dict[Path, list[list[int]]], ahead: bool
+) -> None:
+    fill(mover.checkpoint, host_fd)
+    with mover.engine(host_fd, async_scheduling=ahead) as client:
+        transport = runner_of(client).transport
+        assert transport is not None
+        transport.detach(0)  # that of host memory
+        assert tokens(client.generate(TURNS)) == right[mover.checkpoint]
+        assert not runner_of(client).steps
+
+
+@IN_STEP_AND_AHEAD
 def test_emptying_the_cache_while_blocks_are_on_their_way_changes_no_answer(
     mover: Mover, host_fd: int, right: dict[Path, list[list[int]]], ahead: bool
 ) -> None:
@@ -401,7 +414,7 @@ def test_an_engine_that_borrows_copies_from_host_memory(
         assert found[0].hit_tokens["host"] > 0
         assert runner.num_loaded(0) > 0
         assert runner.num_loaded(1) > 0
-        if mover.runner is not MovingRunner and not ahead:  # others have no room, or load nothing, before it ends
+        if mover.runner is not MovingRunner:  # others have no room before it ends
             assert any(step[0] and step[1] for step in runner.steps)
         inode = memory_of(process.handles[0]).inode
         process.pools.clear()
