@@ -4,14 +4,17 @@ PYTHONPATH=. python benchmarks/gpu/tiers.py [--out tiers.json]
 
 `up` and `down` are what an engine does: from page-locked memory into scattered blocks of the pool, as much as one read
 of storage, and from blocks into the queue; the host waits for the end of each. `both` has two threads do so at once.
-`from host memory` also reads and verifies the blocks before they go up, which one thread does in turn. The limit is a
-plain copy of page-locked memory. The target for `up` and `down` is 90 % of it, with blocks of 1 MiB and more; those of
-Qwen3-8B have 9 MiB.
+`steps, kernel` and `steps, direct` copy blocks from host memory as steps do, one layer after the other, and wait for
+the last. `from host memory` is the way of blocks that do not fill a chunk, or of an engine that borrows over `p2p`: it
+also reads and verifies them before they go up, which one thread does in turn. The limit is a plain copy of page-locked
+memory. The target for `up`, `down` and the steps is 90 % of it, with blocks of 1 MiB and more; those of Qwen3-8B have
+9 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import statistics
 import threading
@@ -19,12 +22,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
 from machine import Machine, measure, print_table, write_json
 
+from swiftkv.cache.cuda_pool import CudaPool
 from swiftkv.cache.geometry import KVGroup
+from swiftkv.policies import IoBackend
 from swiftkv.storage.backend import Status
 from swiftkv.storage.breaker import Breaker, GuardedMedium
 from swiftkv.storage.envelope import SealedBackend
@@ -33,6 +39,8 @@ from swiftkv.storage.levels import Level, Levels
 from swiftkv.tier.keys import ObjectKeys
 from swiftkv.tier.reach import DeviceReach, Span
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
+from swiftkv.transport.base import Runs
+from swiftkv.transport.peer import PeerTransport
 
 BLOCK_BYTES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 9 << 20]
 ROUND_BYTES = 32 << 20  # as much as one read of storage at most
@@ -40,6 +48,7 @@ POOL_ROUNDS = 16  # what a pool holds, so that successive rounds copy other bloc
 REPEATS = 30
 _WARMUPS = 3
 _PATIENCE_S = 10.0
+_NUM_LAYERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +99,7 @@ class HostTier:
 
     def __init__(self, one: Round) -> None:
         self._round = one
-        layer_bytes = one.block_bytes // 32
-        group = KVGroup(tuple(range(32)), num_kv_heads=1, head_dim=layer_bytes // 64, dtype="bfloat16", block_size=16)
-        assert group.block_bytes == one.block_bytes, (group.block_bytes, one.block_bytes)
+        group = _group(one.block_bytes)
         keys = ObjectKeys([group], "weights", "triton")
         fd = make_host_memory(2 * one.num_bytes + (16 << 20), chunk_bytes_for([group.block_bytes], []))
         try:
@@ -110,6 +117,45 @@ class HostTier:
         statuses, _ = self._stored.get(self._names, self._round.reach.landing(spans), _soon_s())
         assert statuses == [Status.OK] * len(spans)
         self._round.reach.land(spans)
+
+
+class Steps:
+    """Host memory from which steps copy the blocks of a round, layer by layer."""
+
+    def __init__(self, one: Round, io_backend: IoBackend) -> None:
+        self._num_blocks, self._block_bytes = one.num_blocks, one.block_bytes
+        self._width_bytes = one.block_bytes // _NUM_LAYERS
+        num_places = POOL_ROUNDS * one.num_blocks
+        self._pool = CudaPool([(_group(one.block_bytes), num_places)], torch.device("cuda", 0))
+        self._transport = PeerTransport(self._pool, io_backend, widths_bytes=[self._width_bytes])
+        memory = memoryview(mmap.mmap(-1, num_places * one.block_bytes))
+        self._transport.attach_host(0, memory)
+        random = np.random.default_rng(0)
+        self._sources, self._targets = (random.permutation(num_places) * one.block_bytes for _ in range(2))
+
+    def copy(self, index: int) -> None:
+        first = index % POOL_ROUNDS * self._num_blocks
+        rows = np.zeros((self._num_blocks, 5), np.int64)
+        rows[:, 1] = self._sources[first : first + self._num_blocks]
+        rows[:, 2] = self._targets[first : first + self._num_blocks]
+        rows[:, 3] = 1
+        runs = Runs(rows, self._width_bytes, self._block_bytes)
+        for layer in range(_NUM_LAYERS):
+            ticket = self._transport.submit(None, runs, layer)
+        self._transport.wait(ticket)
+        self._transport.settle()
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def _group(block_bytes: int) -> KVGroup:
+    layer_bytes = block_bytes // _NUM_LAYERS
+    group = KVGroup(
+        tuple(range(_NUM_LAYERS)), num_kv_heads=1, head_dim=layer_bytes // 64, dtype="bfloat16", block_size=16
+    )
+    assert group.block_bytes == block_bytes, (group.block_bytes, block_bytes)
+    return group
 
 
 def _soon_s() -> float:
@@ -136,9 +182,16 @@ def measure_blocks(machine: Machine, block_bytes: int) -> Iterator[Result]:
         ("from host memory", HostTier(one).read, one.num_bytes, to_device),
     ]
     for how, run, num_bytes, limit in cases:
-        seconds = median_wall_seconds(run)
-        rate = num_bytes / seconds
-        yield Result(how, block_bytes, num_bytes, seconds, rate, rate / limit)
+        yield result(how, one, num_bytes, median_wall_seconds(run), limit)
+    for io_backend in get_args(IoBackend):
+        steps = Steps(one, io_backend)
+        yield result(f"steps, {io_backend}", one, one.num_bytes, median_wall_seconds(steps.copy), to_device)
+        steps.close()
+
+
+def result(how: str, one: Round, num_bytes: int, seconds: float, limit: float) -> Result:
+    rate = num_bytes / seconds
+    return Result(how, one.block_bytes, num_bytes, seconds, rate, rate / limit)
 
 
 def print_results(results: Sequence[Result]) -> None:
@@ -170,8 +223,9 @@ def main() -> None:
     finally:  # what was measured before a failure
         print_results(results)
         write_json(arguments.out, machine, [asdict(r) for r in results])
-    worst = min(r.of_limit for r in results if r.how in ("up", "down") and r.block_bytes >= 1 << 20)
-    print(f"\nup and down, from 1 MiB on, at worst: {worst:.1%} of the limit (target 90 %)")
+    for names in (("up", "down"), ("steps, kernel",), ("steps, direct",)):
+        worst = min(r.of_limit for r in results if r.how in names and r.block_bytes >= 1 << 20)
+        print(f"\n{' and '.join(names)}, from 1 MiB on, at worst: {worst:.1%} of the limit (target 90 %)")
 
 
 if __name__ == "__main__":
