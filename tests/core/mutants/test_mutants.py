@@ -59,6 +59,7 @@ TESTS = {
         "tests/tier/test_storage_threads.py",
         "tests/engine/test_engine_tier.py",
         "tests/engine/test_engine_host.py",
+        "tests/engine/test_engine_host_moves.py",
     ],
     "storage": [
         f"tests/storage/test_{name}.py"
