@@ -37,6 +37,7 @@ class ZeroModel:
     device = torch.device("cpu")
     kernels = "cpu"
     layer_stream = None
+    host_source = None
     decode_graphs = None
 
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:

@@ -232,7 +232,7 @@ def test_what_is_loaded_gives_the_tokens_of_what_was_in_the_pool(
 
 
 def test_steps_copy_blocks_that_fill_chunks_of_host_memory(checkpoint: Path) -> None:
-    """What they copy, no reader does."""
+    """No reader copies what they copy."""
     fd = make_host_memory(64 << 20, BYTES)
     spec = TierSpec(None, "/", host_fd=fd, prefetch_policy="wait_complete", prefetch_threshold=BLOCK)
     with engine(checkpoint, spec) as client:
