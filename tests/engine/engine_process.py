@@ -257,3 +257,15 @@ class EngineProcess(EngineClient):
         self.process.kill()
         self.process.communicate()
         super().close()
+
+
+def tokens(found: Sequence[Answer]) -> list[list[int]]:
+    assert all(answer.error is None for answer in found)
+    return [answer.token_ids for answer in found]
+
+
+def wait_until_stored(client: EngineClient) -> None:
+    """Wait until nothing more is to be written, if there is storage."""
+    client.wait_for_rest()
+    while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
+        client.take_one()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,22 +13,7 @@ from swiftkv.engine.messages import CacheCommand, CacheReport, Explanation
 from swiftkv.engine.runner import ModelRunner
 from tests.engine.engine_process import EngineClient
 from tests.engine.engine_thread import EngineThread
-from tests.support.checkpoints import make_checkpoint
-
-BLOCK = 16
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 320) for _ in range(length)]
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("records")
-    for arch in ("llama", "gemma3"):
-        make_checkpoint(directory / arch, arch)
-    return {arch: directory / arch for arch in ("llama", "gemma3")}
+from tests.engine.tiered_engine import BLOCK, prompt
 
 
 @contextmanager

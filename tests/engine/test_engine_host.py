@@ -14,7 +14,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import StorageTier
 from swiftkv.models.registry import read_config
 from swiftkv.tier.host_pins import HostPins
-from tests.engine.engine_process import EngineProcess
+from tests.engine.engine_process import EngineProcess, tokens, wait_until_stored
 from tests.engine.tiered_engine import (
     BLOCK,
     CACHED,
@@ -29,8 +29,6 @@ from tests.engine.tiered_engine import (
     right_answers,
     spec,
     spoil,
-    tokens,
-    wait_until_stored,
 )
 from tests.support.node_process import wait_for
 

@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from swiftkv.engine.messages import AttachStorage, CacheCommand, CacheReport, DetachStorage
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.step import EngineStep
-from swiftkv.lease.messages import Accept, LendingSpec, LinkGeometry, Offer, PeerSpec
+from swiftkv.lease.messages import Accept, LendingSpec, LinkGeometry, Offer
 from swiftkv.master.layer_stream import runs_of
 from swiftkv.models.registry import read_config
 from swiftkv.storage.host_medium import HostMedium
-from tests.engine.engine_process import EngineProcess
+from tests.engine.engine_process import EngineProcess, tokens, wait_until_stored
 from tests.engine.test_engine_lending import identity_of
 from tests.engine.tiered_engine import (
     BLOCK,
@@ -39,13 +39,11 @@ from tests.engine.tiered_engine import (
     right_answers,
     spec,
     spoil,
-    tokens,
-    wait_until_stored,
 )
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lender import Lender, mapped_inodes
 from tests.support.lender import host_memory as memory_of
-from tests.support.lender_by_hand import LenderByHand
+from tests.support.lender_by_hand import LenderByHand, borrowing_over
 from tests.support.node_process import wait_for
 from tests.support.storage import TIMEOUT_S, StuckMedium, dynamic_options
 
@@ -377,18 +375,7 @@ def lending_to(checkpoint: Path, directory: Path) -> LendingSpec:
     groups = read_config(checkpoint).kv_groups(BLOCK, "float32")
     full = next(i for i, group in enumerate(groups) if group.kind != "window")
     link = LinkGeometry(0, full, 1, 1, groups[full].block_bytes, NUM_EXTENTS, 0, 1)
-    return LendingSpec(
-        leases_address=f"ipc://{directory}/leases",
-        lenders=[PeerSpec("a", f"ipc://{directory}/a", [link])],
-        borrowers=[],
-        budget_bytes=0,
-        window_s=1.0,
-        policy="total",
-        transport="shm",
-        stream_buffers=2,
-        rendezvous=str(directory),
-        max_wait_s=100.0,
-    )
+    return borrowing_over(link, directory)
 
 
 @IN_STEP_AND_AHEAD

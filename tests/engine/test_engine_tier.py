@@ -17,8 +17,8 @@ from swiftkv.engine.messages import HIT_TIERS
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.host_medium import make_host_memory
 from swiftkv.tier.messages import TierStats
-from tests.engine.engine_process import Answer, EngineClient, EngineProcess
-from tests.engine.tiered_engine import BLOCK, OPTIONS, PROMPTS, engine, prompt, tokens, wait_until_stored
+from tests.engine.engine_process import Answer, EngineClient, EngineProcess, tokens, wait_until_stored
+from tests.engine.tiered_engine import BLOCK, OPTIONS, PROMPTS, engine, prompt
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lanes import LateRunner
 from tests.support.storage import StuckMedium, dynamic_options

@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from swiftkv.cache.geometry import KVGroup
-from swiftkv.lease.messages import Accept, Detached, Hello, LendingSpec, LinkGeometry, Offer, PeerSpec
+from swiftkv.lease.messages import Accept, Detached, Hello, LinkGeometry, Offer
 from swiftkv.lease.process import Identity
 from swiftkv.models.registry import read_config
 from swiftkv.transport.base import HostMemory
@@ -22,7 +22,7 @@ from tests.engine.test_engine_lending import identity_of, lender_of
 from tests.engine.test_ranks import followers
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lender import Lender, host_memory, mapped_inodes, pool_of
-from tests.support.lender_by_hand import LenderByHand
+from tests.support.lender_by_hand import LenderByHand, borrowing_over
 from tests.support.node_process import wait_for
 
 NUM_RANKS = 2
@@ -61,18 +61,7 @@ def borrower(checkpoint: Path, directory: Path, **options: object) -> Iterator[E
     group = kv_group(checkpoint)
     extent_bytes = (NUM_RANKS * MEU_M + 1) * group.block_bytes
     link = LinkGeometry(0, 0, 1, MEU_M, extent_bytes, NUM_EXTENTS, 0, 1)
-    lending = LendingSpec(
-        leases_address=f"ipc://{directory}/leases",
-        lenders=[PeerSpec("a", f"ipc://{directory}/a", [link])],
-        borrowers=[],
-        budget_bytes=0,
-        window_s=1.0,
-        policy="total",
-        transport="shm",
-        stream_buffers=2,
-        rendezvous=str(directory),
-        max_wait_s=100.0,
-    )
+    lending = borrowing_over(link, directory)
     with EngineProcess(
         checkpoint,
         kv_bytes=NUM_BLOCKS * group.block_bytes,

@@ -17,7 +17,7 @@ from swiftkv.models.registry import read_config
 from swiftkv.shared_memory import map_memory
 from swiftkv.storage.host_medium import HostMedium, make_host_memory
 from swiftkv.tier.messages import TierSpec
-from tests.engine.engine_process import Answer, EngineClient
+from tests.engine.engine_process import tokens, wait_until_stored
 from tests.engine.engine_thread import EngineThread
 from tests.support.node_process import wait_for
 
@@ -96,18 +96,6 @@ def engine(checkpoint: Path, runner: type[ModelRunner] = ModelRunner, **options:
     client = Client(checkpoint, runner, **{**OPTIONS, **options})
     with client.running():
         yield client
-
-
-def tokens(found: Sequence[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in found)
-    return [answer.token_ids for answer in found]
-
-
-def wait_until_stored(client: EngineClient) -> None:
-    """Wait until nothing more is to be written, if there is storage."""
-    client.wait_for_rest()
-    while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
-        client.take_one()
 
 
 def right_answers(checkpoint: Path, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:

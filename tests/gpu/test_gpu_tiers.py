@@ -33,7 +33,7 @@ from swiftkv.tier.loader import Load, Loader, PartRead, Target
 from swiftkv.tier.messages import TierSpec
 from swiftkv.tier.reach import DeviceReach, Span
 from swiftkv.tier.stored_blocks import BlockName, StoredBlocks
-from tests.engine.engine_process import Answer, EngineClient, EngineProcess
+from tests.engine.engine_process import Answer, EngineClient, EngineProcess, tokens, wait_until_stored
 from tests.support.checkpoints import make_checkpoint
 from tests.support.storage import TIMEOUT_S, MemoryMedium, Owner
 
@@ -196,17 +196,6 @@ def engine(checkpoint: Path, storage: TierSpec | None = None, **options: Any) ->
 def one_by_one(client: EngineClient) -> list[Answer]:
     """Return the answers to `PROMPTS`, each of which is alone, so that nothing rounds differently beside others."""
     return [client.generate([prompt])[0] for prompt in PROMPTS]
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in answers)
-    return [answer.token_ids for answer in answers]
-
-
-def wait_until_stored(client: EngineClient) -> None:
-    client.wait_for_rest()
-    while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
-        client.take_one()
 
 
 IN_BLOCKS = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS]

@@ -9,12 +9,41 @@ import msgspec
 import numpy as np
 import zmq
 
-from swiftkv.lease.messages import Accept, Attached, FromBorrower, FromLender, Hello, Offer, Recall, Return, Welcome
+from swiftkv.lease.messages import (
+    Accept,
+    Attached,
+    FromBorrower,
+    FromLender,
+    Hello,
+    LendingSpec,
+    LinkGeometry,
+    Offer,
+    PeerSpec,
+    Recall,
+    Return,
+    Welcome,
+)
 from swiftkv.lease.process import Identity
 
 TIMEOUT_S = 120.0
 
 Message = TypeVar("Message")
+
+
+def borrowing_over(link: LinkGeometry, directory: Path) -> LendingSpec:
+    """Return the spec of an engine that borrows over one link from the lender `a`, which listens in `directory`."""
+    return LendingSpec(
+        leases_address=f"ipc://{directory}/leases",
+        lenders=[PeerSpec("a", f"ipc://{directory}/a", [link])],
+        borrowers=[],
+        budget_bytes=0,
+        window_s=1.0,
+        policy="total",
+        transport="shm",
+        stream_buffers=2,
+        rendezvous=str(directory),
+        max_wait_s=100.0,
+    )
 
 
 class LenderByHand:
