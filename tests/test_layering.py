@@ -35,7 +35,7 @@ LAYERS = [
     {"models"},
     {"cache", "transport", "storage"},
     {"kernels"},
-    {"_core", "_lease", "_cpu", "_transport", "_host"},
+    {"_core", "_lease", "_cpu", "_transport", "_host", "_files"},
     {"config", "hub"},
     {"node_config", "model_config"},
     {"tenant_config", "tier_config", "kv_events_config", "compute_config", "speculative_config"},

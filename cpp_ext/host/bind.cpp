@@ -5,9 +5,9 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "../common/buffer.h"
 #include "host_memory.h"
 
 namespace nb = nanobind;
@@ -15,24 +15,6 @@ using namespace nb::literals;
 using namespace swiftkv;
 
 namespace {
-
-// The bytes of a Python object. They cannot go away or move while the Buffer exists.
-class Buffer {
-  public:
-    Buffer(nb::handle object, bool is_writable) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, is_writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
-            throw nb::python_error();
-    }
-    Buffer(Buffer&& other) noexcept : view_(std::exchange(other.view_, {})) {}
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    ~Buffer() { PyBuffer_Release(&view_); }
-
-    std::span<std::byte> bytes() const { return {static_cast<std::byte*>(view_.buf), static_cast<size_t>(view_.len)}; }
-
-  private:
-    Py_buffer view_{};
-};
 
 // The parts of several objects, for a call that runs without the GIL.
 class Parts {

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import stat
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from swiftkv._files import FileReads
 from swiftkv.errors import ConfigError
 from swiftkv.locks import hold_lock
 from swiftkv.storage.backend import KEY_BYTES, Capabilities, Parts, Status, Usage
@@ -22,8 +23,6 @@ from swiftkv.units import format_size
 _INDEX = "index.sqlite"
 _ENTRIES = frozenset({"objects", "new", "opening", *(_INDEX + suffix for suffix in ("", "-wal", "-shm", "-journal"))})
 _SHARDS = 256
-_AHEAD = 8
-"""The number of objects that the kernel fetches ahead of the one that is being read."""
 _BATCH_BYTES = 32 << 20
 """The most bytes that a call writes before publishing them, and the most in evicted files kept to be overwritten."""
 _VICTIMS = 64
@@ -68,13 +67,16 @@ class FileMedium:
         return [key in known for key in keys]
 
     def read(self, keys: Sequence[bytes], into: Sequence[Parts], deadline_s: float) -> Iterator[Status]:
-        """Read objects one by one, while the kernel fetches the next few."""
+        """Read objects in order, and yield each status while the next object is being read."""
         statuses: list[Status] = []
-        with contextlib.closing(self._open_ahead(keys)) as opened:
-            for parts, (fd, status) in zip(into, opened, strict=True):
+        sizes_bytes = [sum(map(len, parts)) for parts in into]
+        # After an object comes the padding of its last page; one byte more would mean that the file is too long.
+        num_more = [disk_bytes(size) - size + 1 for size in sizes_bytes]
+        with contextlib.closing(FileReads(list(map(self._path, keys)), into, num_more)) as reads:
+            for i, size_bytes in enumerate(sizes_bytes):
                 if time.monotonic() > deadline_s:
                     break
-                statuses.append(_read_object(fd, parts) if status is Status.OK else status)
+                statuses.append(_status_of(reads.wait(i), size_bytes))
                 yield statuses[-1]
         self._note_reads(keys[: len(statuses)], statuses)
         yield from itertools.repeat(Status.LATE, len(keys) - len(statuses))
@@ -112,32 +114,6 @@ class FileMedium:
     def _path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self._objects}/{name[:2]}/{name}"
-
-    def _open_ahead(self, keys: Sequence[bytes]) -> Generator[tuple[int, Status], None, None]:
-        """Open the objects in order, have the kernel fetch the next few, and close each after it was used."""
-        opened: deque[tuple[int, Status]] = deque()
-        try:
-            for i in range(len(keys) + _AHEAD):
-                if i < len(keys):
-                    opened.append(self._open(keys[i]))
-                if i >= _AHEAD:
-                    fd, status = opened[0]
-                    yield fd, status
-                    opened.popleft()
-                    _close(fd)
-        finally:
-            for fd, _ in opened:
-                _close(fd)
-
-    def _open(self, key: bytes) -> tuple[int, Status]:
-        try:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return -1, Status.MISSING
-        except OSError:
-            return -1, Status.FAILED
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-        return fd, Status.OK
 
     def _note_reads(self, keys: Sequence[bytes], statuses: Sequence[Status]) -> None:
         self._note_uses(key for key, status in zip(keys, statuses, strict=True) if status is Status.OK)
@@ -337,24 +313,15 @@ def _open_index(path: Path, is_alone: bool) -> FileIndex:
     return FileIndex(path)
 
 
-def _read_object(fd: int, parts: Parts) -> Status:
-    """Read an object and the padding of its last page, and one byte more, to notice a file that is too long."""
-    num_bytes = sum(map(len, parts))
-    file_bytes = disk_bytes(num_bytes)
-    try:
-        num_read = os.preadv(fd, [*parts, bytearray(file_bytes - num_bytes + 1)], 0)
-    except OSError:
-        return Status.FAILED
-    return Status.OK if num_read in (file_bytes, num_bytes) else Status.CORRUPT  # older files have no padding
+def _status_of(num_read: int, size_bytes: int) -> Status:
+    """Return the status of an object of `size_bytes`, from the bytes of its file that were read, or minus an errno."""
+    if num_read < 0:
+        return Status.MISSING if num_read == -errno.ENOENT else Status.FAILED
+    return Status.OK if num_read in (disk_bytes(size_bytes), size_bytes) else Status.CORRUPT  # older ones: no padding
 
 
 def _disk_bytes(parts: Parts) -> int:
     return disk_bytes(sum(map(len, parts)))
-
-
-def _close(fd: int) -> None:
-    if fd >= 0:
-        os.close(fd)
 
 
 def _fsync_directory(directory: str) -> None:

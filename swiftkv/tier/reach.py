@@ -36,8 +36,12 @@ class Span:
     def num_bytes(self) -> int:
         return self.num_ranks * self.part_bytes
 
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.part_bytes
+
     def of(self, pool: Tensor) -> Tensor:
-        return pool[self.offset_bytes : self.offset_bytes + self.part_bytes]
+        return pool[self.offset_bytes : self.end_bytes]
 
 
 class Reach(Protocol):
@@ -84,6 +88,7 @@ class HostReach:
 
     def __init__(self, pools: Sequence[Tensor]) -> None:
         self.pools = pools
+        self._bytes = [pool.numpy().data for pool in pools]
         self.max_read_bytes = math.inf
 
     def begin_thread(self) -> None:
@@ -93,7 +98,7 @@ class HostReach:
         return Fence(self.pools[0].device)
 
     def read_memory(self) -> Sequence[memoryview]:
-        return [pool.numpy().data for pool in self.pools]
+        return self._bytes
 
     def buffer(self, num_bytes: int) -> Tensor:
         try:
@@ -105,7 +110,7 @@ class HostReach:
             ) from None
 
     def landing(self, spans: Sequence[Span]) -> list[RankParts]:
-        return [[span.of(pool).numpy().data for pool in self.pools] for span in spans]
+        return [[pool[span.offset_bytes : span.end_bytes] for pool in self._bytes] for span in spans]
 
     def land(self, spans: Sequence[Span]) -> None:
         """Do nothing: the blocks are in their places."""

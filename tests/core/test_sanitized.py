@@ -1,4 +1,4 @@
-"""The C++ of the core, the ledgers and the copy engine under AddressSanitizer and UBSan: `make sanitize`.
+"""The C++ beside the kernels and host memory under AddressSanitizer and UBSan: `make sanitize`.
 
 The extensions are built once more, with the sanitizers, and the tests run against them. Leaks are not looked for:
 Python itself and torch keep much until the process ends.
@@ -20,7 +20,7 @@ EXTENSIONS = BUILD / "extensions"
 TESTS = [
     *(str(path) for path in sorted(Path(__file__).parent.glob("test_*.py")) if path != Path(__file__)),
     *("tests/lease/test_ledgers.py", "tests/lease/test_ledger_states.py", "tests/transport/test_copy_engine.py"),
-    "tests/transport/test_transport.py",
+    *("tests/transport/test_transport.py", "tests/storage/test_file_reads.py"),
 ]
 MESSAGE = re.compile(r"^.*(?:: runtime error: |ERROR: AddressSanitizer: ).*$", re.MULTILINE)
 
@@ -36,7 +36,7 @@ def build() -> None:
     configure = ["cmake", "-S", ROOT, "-B", BUILD, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Debug", "-DSWIFTKV_SANITIZE=ON"]
     options = [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={EXTENSIONS}", f"-DPython_EXECUTABLE={sys.executable}"]
     subprocess.run([*configure, *options], check=True, env=environment)
-    targets = ["--target", "_core", "_lease", "_transport"]
+    targets = ["--target", "_core", "_lease", "_transport", "_files"]
     subprocess.run(["cmake", "--build", BUILD, *targets], check=True, env=environment)
 
 
@@ -88,8 +88,8 @@ def test_a_message_of_a_sanitizer_is_seen(text: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_the_extensions_that_are_tested_have_the_sanitizers() -> None:
     build()
-    script = "import tests.support.extensions; from swiftkv import _core, _lease, _transport; "
-    done = run("-c", script + "print(_core.__file__, _lease.__file__, _transport.__file__)")
+    script = "import tests.support.extensions; from swiftkv import _core, _files, _lease, _transport; "
+    done = run("-c", script + "print(_core.__file__, _files.__file__, _lease.__file__, _transport.__file__)")
     assert done.returncode == 0, done.stderr
     for file in done.stdout.split():
         assert b"__asan_init" in Path(file).read_bytes()
