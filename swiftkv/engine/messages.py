@@ -359,7 +359,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     compute: ComputeStats | None = None  # None: it is not counted
     expert_load_factors: dict[int, float] = {}  # mean over maximum of recent tokens per expert, by layer
-    tier: TierStats | None = None  # None: no storage
+    tier: TierStats | None = None  # None: neither host memory nor storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
     drafts_total: int = 0  # sequences of steps that had a draft
     draft_tokens_total: int = 0
