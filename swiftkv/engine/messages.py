@@ -193,6 +193,8 @@ class Pooling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Has the engine serve one prompt: generate one sequence, or pool it."""
+
     request_id: int  # uint64, never reused
     prompt: bytes  # int32
     sampling: SamplingParams

@@ -28,8 +28,8 @@ _VERIFY_BYTES = 64 << 20
 class HostPins:
     """Pins blocks of some KV groups in host memory, and gives every pin back once.
 
-    A pin belongs to the search that took it (`SearchPins`), and then perhaps to the scheduler, whose cache keeps blocks
-    pinned, whatever storage is attached meanwhile. So this object lives as long as the engine.
+    A pin belongs to the search that took it (`SearchPins`), until it is given back or the scheduler takes it over. The
+    scheduler's cache keeps its pins even when other storage is attached, so this object lives as long as the engine.
     """
 
     def __init__(self, medium: HostMedium, groups: Collection[int], offset_bytes: int = 0) -> None:
