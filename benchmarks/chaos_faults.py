@@ -33,7 +33,7 @@ class Outage:
     model: str | None
     begin_s: float
     end_s: float = math.inf
-    """When the model served again."""
+    """The time at which the model served again."""
 
     def touches(self, model: str, begin_s: float, end_s: float) -> bool:
         """Return whether a request to `model` within these times may have met the fault."""

@@ -30,7 +30,7 @@ from swiftkv.bench.client import Target, TimedAnswer, send
 VOCAB = (300, 500)
 _TOKENS = (311, 322)
 _LOADS: Mapping[str, float | None] = {"0 %": 0.0, "5 %": 0.05, "20 %": 0.2, "50 %": 0.5, "all tokens": None}
-"""By name: the probability of the second of two tokens; `None`: all tokens may come."""
+"""The probability of the second of two tokens, by name; `None`: all tokens may come."""
 _HTTP_TIMEOUT_S = 900.0
 
 

@@ -96,7 +96,7 @@ class Result:
     last_growth_bytes: int
     answers: dict[str, int]
     ended: str = ""
-    """Why the attack was cut short; empty if it was not."""
+    """The reason why the attack was cut short; empty if it was not."""
     control_gap_ms: float | None = None
 
     @property

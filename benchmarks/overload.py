@@ -217,7 +217,7 @@ class Verdict:
 
     @property
     def busy_after_part(self) -> float:
-        """How busy the engine was in the seconds after refusals. If refusals oscillate, it stands still then."""
+        """The busy part of the seconds after refusals. If refusals oscillate, the engine stands still then."""
         outcome = self.outcome
         begin_s, end_s = outcome.step_end_s - outcome.step_s, outcome.step_end_s
         refused_s = outcome.arrival_s[self.is_refused]

@@ -10,4 +10,5 @@ SchedulingPolicy = Literal["fcfs", "priority", "spf", "hrrn", "turns", "deadline
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 IoBackend = Literal["kernel", "direct"]
+"""HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
 PrefetchPolicy = Literal["timeout", "best_effort", "wait_complete"]

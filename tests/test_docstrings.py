@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ SOURCES = sorted(
     for path in (ROOT / directory).rglob(pattern)
 )
 HEADLESS = frozenset(
-    {"also", "as", "because", "else", "if", "nor", "of", "so", "that", "though", "unless", "until", "what", "whatever"}
-    | {"which", "whichever", "who", "whoever", "whom", "whose"}
+    {"also", "as", "because", "else", "how", "if", "nor", "of", "so", "that", "though", "unless", "until", "what"}
+    | {"whatever", "which", "whichever", "who", "whoever", "whom", "whose", "why"}
 )
 ARTICLES = frozenset({"a", "all", "an", "each", "every", "one", "some", "the"})
 
@@ -35,6 +36,19 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 def headless(source: str) -> list[int]:
     """Return the lines of the docstrings that begin with a headless word."""
     return [line for line, text in docstrings(source) if text.split()[0].strip(",:").lower() in HEADLESS]
+
+
+def astray(source: str) -> list[int]:
+    """Return the lines of texts that document nothing: they follow a statement that defines nothing."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        for before, statement in pairwise(body if isinstance(body, list) else []):
+            if not isinstance(before, ast.Assign | ast.AnnAssign):
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str())):
+                        found.append(statement.lineno)
+    return found
 
 
 def without_a_verb(source: str) -> list[int]:
@@ -63,6 +77,7 @@ def without_a_verb(source: str) -> list[int]:
         ("Of every row.", True),
         ("As if nobody else lent.", True),
         ("Whatever runs finishes.", True),
+        ("How many rows there are.", True),
     ],
 )
 def test_headless_clauses_are_found(docstring: str, is_headless: bool) -> None:
@@ -73,6 +88,23 @@ def test_headless_clauses_are_found(docstring: str, is_headless: bool) -> None:
 def test_no_docstring_is_headless() -> None:
     """A docstring begins with a verb ("Return …") or, for data, with a noun phrase ("The number of …")."""
     found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in headless(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_astray"),
+    [
+        ('ROWS = 3\n"""The number of rows."""', False),
+        ('rows: int\n"""The number of rows."""', False),
+        ('import rows\n"""The number of rows."""', True),
+    ],
+)
+def test_docstrings_of_nothing_are_found(source: str, is_astray: bool) -> None:
+    assert bool(astray(source)) is is_astray
+
+
+def test_every_docstring_documents_something() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in astray(path.read_text())]
     assert found == []
 
 

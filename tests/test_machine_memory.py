@@ -1,4 +1,4 @@
-"""How much memory a control group allows, by the kernel's files."""
+"""The memory that a control group allows, by the kernel's files."""
 
 from __future__ import annotations
 

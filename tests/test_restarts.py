@@ -1,4 +1,4 @@
-"""How often and how soon an engine that died is started again."""
+"""The restarts of an engine that died: how often they come, and how soon."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class AttachableTier(Tier):
 
     @property
     def _due_s(self) -> float | None:
-        """When to try again to open the configured storage; `None` if no retry is due, or while a change is made."""
+        """The time of the next try to open the configured storage; `None` without one, or while a change is made."""
         return self._open_again_s if self._change is None else None
 
     @property

@@ -13,7 +13,7 @@ def hits_elsewhere(loaded: Mapping[int, str], borrowed: npt.NDArray[np.int32], b
     """Return the cached tokens of a prompt that lay outside of the engine's own pool, by tier.
 
     Args:
-        loaded: By the number of each block that was loaded for this prompt, the tier that it came from.
+        loaded: The tier of each block that was loaded for this prompt, by the block's number.
         borrowed: Numbers of the blocks that were found in borrowed memory. A block that was also loaded, for another KV
             group or before it was moved there, counts once, for the tier that it came from.
         block_size: In tokens.

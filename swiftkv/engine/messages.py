@@ -193,6 +193,8 @@ class Pooling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Has the engine serve one prompt: generate one sequence, or pool it."""
+
     request_id: int  # uint64, never reused
     prompt: bytes  # int32
     sampling: SamplingParams
@@ -359,7 +361,7 @@ class EngineStats(msgspec.Struct, array_like=True, frozen=True):
     step_time_s: list[float] = []  # seconds of each of STEP_TIME_TERMS; empty until enough steps were measured
     compute: ComputeStats | None = None  # None: it is not counted
     expert_load_factors: dict[int, float] = {}  # mean over maximum of recent tokens per expert, by layer
-    tier: TierStats | None = None  # None: no storage
+    tier: TierStats | None = None  # None: neither host memory nor storage
     groups: list[GroupBlocks] = []  # blocks of each KV group by state
     drafts_total: int = 0  # sequences of steps that had a draft
     draft_tokens_total: int = 0

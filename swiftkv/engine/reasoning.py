@@ -1,4 +1,4 @@
-"""Where a request is in its reasoning."""
+"""The place of a request before, within or after its reasoning."""
 
 from __future__ import annotations
 

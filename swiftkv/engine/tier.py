@@ -42,7 +42,7 @@ _TRIAL_INTERVAL_S = 1.0
 
 
 class Tier:
-    """A tier that keeps nothing, for an engine without `tiers.storage`."""
+    """A tier that keeps nothing, for an engine with neither host memory nor storage."""
 
     def before_step(self) -> None:
         """Take the blocks that storage has read, and give it blocks to write. Call between steps."""
@@ -109,8 +109,8 @@ class StorageTier(Tier):
             wake: Called in the tier's threads when the engine should call `before_step`.
             lender_pools: Returns the memory of the lender of a link, one array per rank; `None` if it cannot be read in
                 place.
-            host: Reads the blocks that the cache holds in host memory. It may hold some although what was `opened`
-                works without host memory: those that it has found before an earlier tier was left.
+            host: Reads the blocks that the cache holds in host memory. If `opened` works without host memory, these
+                are blocks that were found before an earlier tier was left.
         """
         spec, levels, keys = opened.spec, opened.levels, opened.keys
         self._spec = spec
@@ -327,7 +327,7 @@ class StorageTier(Tier):
 
 @dataclass(frozen=True)
 class OpenStorage:
-    """Open host memory and storage, and the names of an engine's blocks there."""
+    """Host memory and storage that are open, and the names of an engine's blocks there."""
 
     spec: TierSpec
     name: str  # the name of the last backend

@@ -43,7 +43,7 @@ _LAYOUTS = {
         f"{TEXT_MODEL}lm_head.": "lm_head.",
     },
 }
-"""By the embedding's name in the checkpoint: beginnings of names that decoders ask for, and of those stored instead."""
+"""The beginnings of names that decoders ask for, and of those stored instead, by the embedding's name there."""
 
 
 class NameLayout:

@@ -29,7 +29,7 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
-    """For each of `logprobs`: where in the text of the choice its token begins."""
+    """The place in the text of the choice where the token of each of `logprobs` begins."""
     prompt_logprobs: list[bytes] | None = None  # packed
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -128,7 +128,7 @@ _SECTIONS: tuple[tuple[str, type[Body], *tuple[type[Body], ...]], ...] = (
     ("`PATCH /admin/lending/{worker}`", BudgetBody),
     ("`POST /admin/cache/{model}/pin`", PinBody),
 )
-"""For each section: its heading, its body, and the bodies whose fields other sections list."""
+"""The heading of each section, its body, and the bodies whose fields other sections list."""
 
 
 def field_tables() -> str:

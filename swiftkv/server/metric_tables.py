@@ -40,7 +40,7 @@ LABELLED_GAUGES: Mapping[str, tuple[str, str]] = {
         "tokens", "Measured time of steps of about this many tokens, divided by the fitted time",
     ),
 }  # fmt: skip
-"""By metric name: the label besides the model's, and the help text."""
+"""The label besides the model's, and the help text, by metric name."""
 
 COUNTERS: Mapping[str, str] = {
     "swiftkv:engine_starts": "Times that the model's engine became ready",
@@ -71,7 +71,7 @@ LABELLED_COUNTERS: Mapping[str, tuple[str, str]] = {
     ),
     "vllm:request_success": ("finished_reason", "Requests finished"),
 }  # fmt: skip
-"""By metric name: the label besides the model's, and the help text."""
+"""The label besides the model's, and the help text, by metric name."""
 
 HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token", FIRST_TOKEN_S),
@@ -99,7 +99,7 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "vllm:request_params_max_tokens": ("max_tokens asked for", _TOKENS),
     "vllm:request_params_n": ("n asked for", (1, 2, 5, 10, 20)),
 }  # fmt: skip
-"""By metric name: the help text, and the bounds of the buckets."""
+"""The help text and the bounds of the buckets, by metric name."""
 
 
 def label_names(metric: str, *further: str) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ class ModelHandle:
     auto_wake: bool = False
     """Whether a request wakes the model, if it is asleep."""
     pooling: EmbeddingRecipe | ScoreTemplate | None = None
-    """How the model makes embeddings, or is asked for scores, if either is its task; `None`: it generates text."""
+    """The way the model makes embeddings, or is asked for scores; `None`: it generates text."""
     targets: Targets = NO_TARGETS
     """The targets of requests that name none; those that would miss them are refused."""
 

@@ -17,8 +17,8 @@ class ExpectedHits:
     def tiers_of_hits(self, first: int, end: int) -> dict[int, str]:
         """Return the tiers of the blocks `first` to `end` that a request could not use before its load, by index.
 
-        A block that the load did not read was in the pool, or has come there meanwhile. It counts for the tier of the
-        block before it, or of the first block that was read.
+        A block that the load did not read was in the pool already, or came there meanwhile. It counts as if it came
+        from the tier of the block before it, or of the first block that was read.
         """
         hits: dict[int, str] = {}
         tier = next(iter(self.tiers.values()), None)

@@ -22,20 +22,20 @@ from swiftkv.storage.host_medium import HostMedium
 Int32Array = npt.NDArray[np.int32]
 
 _VERIFY_BYTES = 64 << 20
-"""The bytes that one search verifies before it is another's turn: a few milliseconds."""
+"""The bytes that one search verifies before the next search has its turn: a few milliseconds of work."""
 
 
 class HostPins:
     """Pins blocks of some KV groups in host memory, and gives every pin back once.
 
-    A pin belongs to the search that took it (`SearchPins`), and then perhaps to the scheduler, whose cache keeps blocks
-    pinned, whatever storage is attached meanwhile. So this object lives as long as the engine.
+    A pin belongs to the search that took it (`SearchPins`), until it is given back or the scheduler takes it over. The
+    scheduler's cache keeps its pins even when other storage is attached, so this object lives as long as the engine.
     """
 
     def __init__(self, medium: HostMedium, groups: Collection[int], offset_bytes: int = 0) -> None:
-        """The blocks of `groups` are chunks of the memory. If steps attend to them, it begins at `offset_bytes`.
+        """The blocks of `groups` are chunks of the memory.
 
-        That offset counts from the first byte of the pool.
+        If steps attend to them there, the memory begins `offset_bytes` behind the first byte of the pool.
         """
         self.groups = groups
         self._offset_bytes = offset_bytes
@@ -120,8 +120,8 @@ class _Unverified:
 class SearchPins:
     """The pins of one search, until the scheduler takes them over or they are given back.
 
-    The loader's thread takes them and verifies the blocks; the engine's thread gives them back, perhaps while the other
-    is at it.
+    The loader's thread takes them and verifies the blocks. The engine's thread gives them back, perhaps at the same
+    time.
     """
 
     def __init__(self, host: HostPins, num_cells: int) -> None:
@@ -193,7 +193,7 @@ class SearchPins:
             self._host._num_searched -= len(cells)
 
     def give_back(self) -> None:
-        """Give back the pins that are left. The search, if it is still at it, keeps none."""
+        """Give back the pins that are left. A search that is still going on keeps none."""
         with self._host._lock:
             self._is_over = True
             left = self._chunks[self._chunks >= 0]

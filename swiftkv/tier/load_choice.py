@@ -17,7 +17,7 @@ from swiftkv.tier.rates import LoadPlanner, num_not_loaded
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """A prompt of which storage may have more than the pool."""
+    """A prompt of which storage may have more blocks than the pool."""
 
     request_id: int
     num_keys: int  # its full blocks
@@ -87,7 +87,7 @@ class LoadChooser:
             is_stored: Whether storage has each block, [num_keys * groups].
             pinned: The chunks of blocks that are pinned in host memory, -1 for others, [num_keys * groups]; `None` if
                 there are none.
-            reading_bytes: The bytes that storage reads before, for other prompts.
+            reading_bytes: The bytes that storage reads first, for other prompts.
             may_compute: Whether part of the prompt may be computed meanwhile, because that delays no other request.
             now_s: The time, on the monotonic clock.
         """
@@ -128,7 +128,7 @@ class LoadChooser:
     def _first_of_back(self, prompt: WaitingPrompt, length: int, copies: _Copies, reading_bytes: int) -> int | None:
         """Return the first block to load if the blocks before it should be computed at the same time.
 
-        `None` if loading or computing all blocks is as good.
+        Return `None` if it is as good to load all blocks, or to compute all of them.
         """
         if not self._scheduler.can_meet:
             return None

@@ -95,10 +95,10 @@ class Loads:
     4. goes on when they are read (`_read`), or computes the front of its prompt while the back is read.
 
     Blocks that steps read in host memory need no reading here: the search has pinned and verified them. Those that
-    steps attend to there need no room, either; the others are copied by the next step.
+    steps attend to there need no room, either; the next step copies the others to the pool.
 
-    It asks storage only once, and goes on at its deadline with the blocks that have come by then, whatever storage does
-    (`apply`, `_give_up`). While a call hangs, no request is held.
+    Storage is asked only once for a request. At its deadline the request goes on with the blocks that have come by
+    then, whatever storage does (`apply`, `_give_up`). While a call hangs, no request is held.
     """
 
     def __init__(

@@ -17,10 +17,11 @@ _DIVISION_COST = 0.07
 
 
 def num_not_loaded(num_to_compute: int, compute_s: Callable[[int, int], float]) -> int:
-    """Return how many of the blocks that a request is expected to compute, from the first on, are not loaded, too.
+    """Return how many blocks, from the first on, a request only computes: storage does not load them.
 
-    It is half of them. The other half is left to both, which approach it from opposite ends: the real speeds decide
-    where they meet. It is all of them if computing in two parts would cost too much.
+    It is half of the blocks that the request is expected to compute. Computing and loading approach each other in the
+    other half, from opposite ends, and their real speeds decide where they meet. If computing in two parts would cost
+    too much, it is all of them.
 
     Args:
         num_to_compute: The blocks that are expected to be computed while the rest is loaded.
@@ -86,7 +87,7 @@ class LoadPlanner:
         Args:
             num_blocks: The number of missing blocks.
             load_bytes: Returns the bytes to load if the first so many blocks are computed.
-            queued_bytes: The bytes that are loaded for other requests before.
+            queued_bytes: The bytes that are loaded first, for other requests.
             compute_s: Returns the seconds to compute the first so many blocks.
 
         Returns:

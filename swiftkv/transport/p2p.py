@@ -12,8 +12,8 @@ If a borrower asks for bytes outside of the pool, the lender closes the connecti
 a job, neither side waits longer than a deadline for a message. Between jobs, a lender waits for as long as its borrower
 lives.
 
-gloo connects through a port of the loopback interface. Only the rendezvous file has its number, but the port accepts
-any process, so both sides show proofs.
+gloo connects through a port of the loopback interface. The port accepts any process, although only the rendezvous file
+has its number. So both sides show proofs.
 
 Pools on GPUs are copied through the host. Before a job, the host waits until the device has computed what is copied.
 """

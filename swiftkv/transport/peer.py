@@ -38,8 +38,6 @@ from swiftkv.transport.mappings import Mappings
 from swiftkv.transport.rendezvous import withdraw_pool
 from swiftkv.transport.topology import LINK_PROGRAMS
 
-"""HiCache's words: `kernel` gathers and scatters with one launch per layer, `direct` makes one 2-D copy per run."""
-
 _MAX_JOBS = 4096
 _MAX_LISTS = 64
 _ANCHOR_INTERVAL_S = 10.0  # event times are float32 milliseconds since the anchor

@@ -47,7 +47,7 @@ class LendLink:
 
 
 class Phase(Enum):
-    """How far a borrower is on its way from its Hello to the end of its leases."""
+    """The stages of a borrower, from its Hello to the end of its leases."""
 
     NOT_THERE = auto()  # no process of it is known
     KNOWN = auto()  # its process said Hello, and has not attached the pool
@@ -69,7 +69,7 @@ class BorrowerPeer:
     incarnation: int = 0
     route: Route = b""
     welcome: Welcome | None = None  # the last one that was sent to this process
-    refusal: str | None = None  # why the pool could not be published; the borrower's next Hello tries again
+    refusal: str | None = None  # why nothing can be lent to it; its next Hello tries again
     num_running: int = 0  # how many of its processes run, since its Hello
     quiet_s: float = 0.0  # monotonic: stores that it launched may still arrive until then
     servers: list[threading.Thread] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How KV groups divide a pool; what the plan says fits is what the C++ core takes."""
+"""The division of a pool among KV groups: the C++ core takes what the plan says fits."""
 
 from __future__ import annotations
 

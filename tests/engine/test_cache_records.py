@@ -1,4 +1,4 @@
-"""Why prompts found no more in the cache: each reason, as an engine meets it."""
+"""The reasons why prompts found no more in the cache, each as an engine meets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine cuts and orders prompts changes when answers come, and nothing else."""
+"""The engine's cutting and ordering of prompts changes when answers come, and nothing else."""
 
 from __future__ import annotations
 

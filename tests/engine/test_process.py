@@ -1,4 +1,4 @@
-"""How an engine process ends."""
+"""The ways in which an engine process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many lines of batches may begin beside what a model does already."""
+"""The number of lines of batches that may begin beside what a model does already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many objects one transfer carries."""
+"""The number of objects that one transfer carries."""
 
 from __future__ import annotations
 

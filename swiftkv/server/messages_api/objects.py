@@ -62,7 +62,7 @@ class AnthropicModel(Struct):
     id: str
     display_name: str
     created_at: str
-    """When the gateway met the model, as RFC 3339 has it."""
+    """The time at which the gateway met the model, in the form of RFC 3339."""
     max_input_tokens: int
     max_tokens: int
     lifecycle: Literal["active"] = "active"
