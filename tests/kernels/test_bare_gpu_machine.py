@@ -26,7 +26,7 @@ class Nothing:
 sys.meta_path.insert(0, Nothing())
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "tests/gpu"]))
 """
-EXTENSION = ("swiftkv._core", "swiftkv._cpu", "swiftkv._lease", "swiftkv._transport", "swiftkv._host")
+EXTENSION = ("swiftkv._core", "swiftkv._cpu", "swiftkv._lease", "swiftkv._transport", "swiftkv._host", "swiftkv._files")
 SERVER = ("fastapi", "pydantic")
 MODELS = ("transformers", "tokenizers", "safetensors", "yaml")
 
