@@ -262,6 +262,7 @@ class Fleet:
             spec=supervisor.storage,
             remember=supervisor.set_storage,
             directory=self.config.directory,
+            io_backend=self.config.node.lending.io_backend,
             why_not=next(model.why_not_below("storage"), None),
         )
         member = Member(model, plan, lenders, client, coordinator, supervisor, sleeper, storage, shape)

@@ -147,8 +147,7 @@ class HostTiers:
     def clean_up(self, name: str) -> None:
         """Take back what a model's engine, which has ended, left behind in its memory.
 
-        The next engine would do so when it starts. But there may be none for long, or one without the memory, if the
-        storage was detached.
+        The next engine would do so when it starts, but there may be none for long.
         """
         for memory in self._memories.values():
             memory.clean_up(name)

@@ -39,6 +39,9 @@ class AttachableTier(Tier):
     Storage is opened and closed in a thread, because either may take seconds. Only one change is made at a time. Once
     storage is detached, it gets no more work. The blocks that it is still reading into return to the pool when the read
     ends; if a call hangs, this may be after the change has ended.
+
+    Host memory stays, whatever storage comes and goes below it. Only during a change nothing is read from there but
+    what steps attend to.
     """
 
     def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
@@ -71,21 +74,23 @@ class AttachableTier(Tier):
 
         A failure does not end the retries to open the configured storage.
         """
-        if self._can_begin(message.change_id, has_storage=False):
+        if not self._can_begin(message.change_id, has_storage=False):
+            return
+        if isinstance(self._tier, StorageTier):
+            self._begin_to_leave(self._tier, message.change_id, then=message.storage)
+        else:
             self._change = _Opening(self._begin_to_open(message.storage), message.change_id)
 
     def detach(self, message: DetachStorage) -> None:
         """Stop using storage at once, and close it; `take_answers` returns the answer once it is closed."""
         if self._due_s is not None:
             self._open_again_s = None
-            if not isinstance(self._tier, StorageTier):
+            if not self._has_storage:
                 self._answers.append(StorageChanged(message.change_id, None))
                 return
         if self._can_begin(message.change_id, has_storage=True):
             assert isinstance(self._tier, StorageTier)
-            self._tier.leave()
-            self._change = _Leaving(self._tier, message.change_id, time.monotonic() + _READ_PATIENCE_S)
-            self._tier = Tier()
+            self._begin_to_leave(self._tier, message.change_id)
 
     def take_answers(self) -> list[StorageChanged]:
         """Return the answers to changes that are over, each once."""
@@ -171,12 +176,16 @@ class AttachableTier(Tier):
             self._host.close()
         self.wakeup.close()
 
+    @property
+    def _has_storage(self) -> bool:
+        return isinstance(self._tier, StorageTier) and self._tier.has_storage
+
     def _can_begin(self, change_id: int, *, has_storage: bool) -> bool:
         """Return whether a change can begin. If not, answer it with the reason."""
         why_not = None
         if self._change is not None:
             why_not = "storage is being attached or detached; try again later"
-        elif has_storage != isinstance(self._tier, StorageTier):
+        elif has_storage != self._has_storage:
             why_not = "no storage is attached" if has_storage else "storage is attached; detach it first"
         if why_not is not None:
             self._answers.append(StorageChanged(change_id, why_not))
@@ -207,15 +216,18 @@ class AttachableTier(Tier):
             self._change = _Opening(opening)
         elif (error := self._use(opening.result)) is not None or opening.result is None:
             self._try_later(opening.error or error)
-        if not isinstance(self._tier, StorageTier) and spec.host_fd is not None:
-            self._use_host_memory(msgspec.structs.replace(spec, backend=None))
+        if not isinstance(self._tier, StorageTier):
+            self._use_host_memory()
 
-    def _use_host_memory(self, spec: TierSpec) -> None:
-        """Use host memory alone until storage is open. If that fails, too, use neither."""
+    def _use_host_memory(self) -> None:
+        """Use host memory alone, if there is any. If that fails, use none."""
+        spec = None if self._config.storage is None else self._config.storage.host_alone()
+        if spec is None:
+            return
         try:
             self._tier = self._tier_of(self._opener(spec)())
         except _FAILURES as error:
-            logger.warning("host memory cannot be used before storage is open: %s", error)
+            logger.warning("host memory cannot be used: %s", error)
 
     def _use(self, opened: OpenStorage | None) -> Exception | None:
         """Use storage if it was opened, below host memory if that is in use already. Return the error if that fails."""
@@ -239,6 +251,8 @@ class AttachableTier(Tier):
         if opening.change_id is not None:
             why_not = str(error or "it failed; the node's standard error has the reason")
             self._answers.append(StorageChanged(opening.change_id, None if opened is not None else why_not))
+            if opened is None:
+                self._use_host_memory()
         elif opened is None:
             self._try_later(error)
         else:
@@ -264,7 +278,17 @@ class AttachableTier(Tier):
                 last, backend=None, is_degraded=False, queue_bytes=0, num_to_store=0, num_loading=0
             )
             self._change = None
-            self._answers.append(StorageChanged(leaving.change_id, None))
+            if leaving.then is not None:
+                self._change = _Opening(self._begin_to_open(leaving.then), leaving.change_id)
+            else:
+                self._use_host_memory()
+                self._answers.append(StorageChanged(leaving.change_id, None))
+
+    def _begin_to_leave(self, tier: StorageTier, change_id: int, then: TierSpec | None = None) -> None:
+        """Stop using the tiers that are open, and begin to close them. Afterwards open those of `then`, if any."""
+        tier.leave()
+        self._change = _Leaving(tier, change_id, time.monotonic() + _READ_PATIENCE_S, then)
+        self._tier = Tier()
 
     def _begin_to_open(self, spec: TierSpec) -> _Work[OpenStorage]:
         return _Work("storage opening", self._opener(spec), self.wakeup.wake)
@@ -321,9 +345,10 @@ class _Opening:
 
 @dataclass
 class _Leaving:
-    """Storage that is being detached. It is closed at `patience_ends_s` (monotonic) even if a call has not returned."""
+    """Tiers that are being closed: at `patience_ends_s` (monotonic) even if a call has not returned."""
 
     tier: StorageTier
     change_id: int
     patience_ends_s: float
+    then: TierSpec | None  # what is opened afterwards; `None`: host memory, if there is any
     closing: _Work[None] | None = None

@@ -231,11 +231,14 @@ class AttachStorage(msgspec.Struct, tag="attach_storage", array_like=True, froze
     """Has the engine open storage, and use it from then on. Requests go on meanwhile."""
 
     change_id: int
-    storage: TierSpec
+    storage: TierSpec  # with the host memory of an engine that has some
 
 
 class DetachStorage(msgspec.Struct, tag="detach_storage", array_like=True, frozen=True):
-    """Has the engine close its storage, and compute the blocks that it wanted to read. Requests go on meanwhile."""
+    """Has the engine close its storage, and compute the blocks that it wanted to read. Requests go on meanwhile.
+
+    Host memory stays.
+    """
 
     change_id: int
 

@@ -171,6 +171,11 @@ class StorageTier(Tier):
             for memory in (*self._reach.read_memory(), self._writer.memory):
                 register(memory)
 
+    @property
+    def has_storage(self) -> bool:
+        """Whether there is more than host memory."""
+        return self._name != HOST_TIER
+
     def before_step(self) -> None:
         self._loads.apply()
         self._store()

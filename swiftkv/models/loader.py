@@ -72,6 +72,7 @@ class MappedWeights:
                 raise CheckpointError(f"{file}: {error}") from None
             self._file_of.update(dict.fromkeys(self._files[file].keys(), file))
         self._layout = NameLayout(self._file_of)
+        self._fingerprint: str | None = None
         self._description = read_description(directory)
         try:
             replaced = any(_is_other(opened, Path(opened.name)) for opened, _ in self._opened)
@@ -91,19 +92,22 @@ class MappedWeights:
     def fingerprint(self) -> str:
         """Return a hexadecimal digest of the configuration and of every byte of the weights, but of no path.
 
-        It covers the files that are mapped, even if others have replaced them since. Call it in any thread.
+        It covers the files that are mapped, even if others have replaced them since. The first call reads all of them,
+        which takes long. Call it in any thread.
 
         Raises `FilesChangedError` if a mapped file was written to, `OSError` if one cannot be read.
         """
-        digest = xxhash.xxh3_128()
-        for name, content in self._description.items():
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
-        for file, (opened, (num_bytes, _)) in zip(self._files, self._opened, strict=True):
-            digest.update(f"{file.name}\0{num_bytes}\0".encode())
-            for begin in range(0, num_bytes, _DIGESTED_BYTES):
-                digest.update(os.pread(opened.fileno(), _DIGESTED_BYTES, begin))
+        if self._fingerprint is None:
+            digest = xxhash.xxh3_128()
+            for name, content in self._description.items():
+                digest.update(f"{name}\0{len(content)}\0".encode() + content)
+            for file, (opened, (num_bytes, _)) in zip(self._files, self._opened, strict=True):
+                digest.update(f"{file.name}\0{num_bytes}\0".encode())
+                for begin in range(0, num_bytes, _DIGESTED_BYTES):
+                    digest.update(os.pread(opened.fileno(), _DIGESTED_BYTES, begin))
+            self._fingerprint = digest.hexdigest()
         self.check_unchanged()
-        return digest.hexdigest()
+        return self._fingerprint
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return tensor `name`, read-only. Raises `CheckpointError` if it is missing, or of another shape or kind."""

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 from pydantic import ValidationError
 
 from swiftkv.errors import ConfigError
 from swiftkv.mistakes import describe_mistakes
+from swiftkv.policies import IoBackend
 from swiftkv.server.engine_storage import EngineStorage
 from swiftkv.server.errors import ApiError
 from swiftkv.server.node_views import ModelStorage, StorageChange
@@ -23,7 +25,9 @@ _KEY = "storage"
 class StorageChanges:
     """The storage of one model. A change holds for as long as the node runs, also for engines that are started later.
 
-    `remember` keeps the storage with which the engine is started from now on, and `spec` returns it. `why_not`
+    Host memory is no part of a change: storage is attached below it, and when storage is detached, it stays.
+
+    `remember` keeps the tiers with which the engine is started from now on, and `spec` returns them. `why_not`
     completes "model 'x': …" for a model that can have no storage; `directory` is where relative paths start.
     """
 
@@ -35,6 +39,7 @@ class StorageChanges:
         spec: Callable[[], TierSpec | None],
         remember: Callable[[TierSpec | None], None],
         directory: Path,
+        io_backend: IoBackend,
         why_not: str | None,
     ) -> None:
         self._name = name
@@ -42,6 +47,7 @@ class StorageChanges:
         self._spec = spec
         self._remember = remember
         self._directory = directory
+        self._io_backend = io_backend
         self._why_not = why_not
 
     def view(self) -> ModelStorage:
@@ -62,7 +68,7 @@ class StorageChanges:
         begun_s = time.monotonic()
         if self._why_not is not None:
             raise ApiError(409, f"model '{self._name}': {self._why_not}", param="model", code="no_storage")
-        spec = self._parse(section)
+        spec = self._below_host(self._parse(section))
         await self._engine.attach(spec)
         self._remember(spec)
         return StorageChange(self._name, self._engine.backend, time.monotonic() - begun_s)
@@ -71,8 +77,16 @@ class StorageChanges:
         """Detach storage, which keeps its blocks. Raises `ApiError`: 409 if there is none, 503 as `attach` does."""
         begun_s = time.monotonic()
         await self._engine.detach()
-        self._remember(None)
+        now = self._spec()
+        self._remember(None if now is None else now.host_alone())
         return StorageChange(self._name, self._engine.backend, time.monotonic() - begun_s)
+
+    def _below_host(self, spec: TierSpec) -> TierSpec:
+        """Return the spec of storage together with the host memory of the model, if it has some."""
+        now = self._spec()
+        if now is None:
+            return spec
+        return msgspec.structs.replace(spec, host_fd=now.host_fd, host_member=now.host_member)
 
     def _parse(self, section: Mapping[str, object]) -> TierSpec:
         try:
@@ -83,4 +97,4 @@ class StorageChanges:
             raise ApiError(400, mistakes, code="invalid_storage") from None
         except ConfigError as error:
             raise ApiError(400, str(error), code="invalid_storage") from None
-        return tier_spec(storage, self._directory)
+        return tier_spec(storage, self._directory, self._io_backend)

@@ -30,6 +30,14 @@ class TierSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_timeout_per_ki_token_s: float = 0.25
     queue_bytes: int = DEFAULT_QUEUE_BYTES  # host memory for blocks on their way down
 
+    def host_alone(self) -> TierSpec | None:
+        """Return the spec for the same host memory without storage; `None` without host memory."""
+        if self.host_fd is None:
+            return None
+        return TierSpec(
+            None, self.directory, host_fd=self.host_fd, host_member=self.host_member, io_backend=self.io_backend
+        )
+
     @property
     def close_patience_s(self) -> float:
         """The seconds for which an ending engine goes on writing: longer with `write_back`, which stores late."""
@@ -90,7 +98,7 @@ class TierStats(msgspec.Struct, array_like=True, frozen=True):
 _TOTALS = [name for name in TierStats.__struct_fields__ if name.endswith("_total") and name != "failures_total"]
 
 
-def tier_spec(storage: StorageConfig, directory: Path, io_backend: IoBackend = "kernel") -> TierSpec:
+def tier_spec(storage: StorageConfig, directory: Path, io_backend: IoBackend) -> TierSpec:
     """Return the spec for a `tiers.storage` section, whose relative paths start at `directory`."""
     return TierSpec(
         backend=storage.backend,

@@ -23,6 +23,8 @@ import zmq
 from swiftkv.engine.messages import (
     Abort,
     AddRequest,
+    CacheCommand,
+    CacheReport,
     EngineConfig,
     EngineStats,
     FromEngine,
@@ -170,6 +172,12 @@ class EngineClient:
         while self.stats is None or self.is_stale or self.stats.num_running or self.stats.num_waiting:
             self.take_one()
         return self.stats
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        self.send(CacheCommand(1, clear=True))
+        while not isinstance(message := self.receive(), CacheReport):
+            self.take(message)
 
     def take_one(self) -> None:
         self.take(self.receive())

@@ -322,7 +322,57 @@ def test_host_memory_is_used_while_storage_cannot_be(
     with engine(checkpoint, storage=spec, has_served=True) as client:
         while (why_not := outcome_of(client, detach)) is not None:  # it is just trying to open the storage
             assert why_not == "storage is being attached or detached; try again later"
-        assert tier(client).backend is None
+        assert tier(client).backend == "host", "host memory stays"
+    os.close(host_fd)
+
+
+def test_storage_is_attached_below_host_memory_and_leaves_it_alone(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]]
+) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    host_fd = make_host_memory(8 << 20, 4096)
+    host = TierSpec(None, "/", prefetch_policy="wait_complete", prefetch_threshold=BLOCK, host_fd=host_fd)
+
+    def attach_files(directory: Path) -> None:
+        client.send(AttachStorage(next(CHANGE_IDS), msgspec.structs.replace(host, backend=file_storage(directory))))
+
+    def check_host() -> None:
+        """Have the pool forget everything; host memory has it."""
+        client.forget_all()
+        [answer] = client.generate([prompt(0)])
+        assert answer.token_ids == right[0]
+        assert answer.hit_tokens["host"] == PROMPT_TOKENS // BLOCK * BLOCK
+
+    with engine(checkpoint, storage=host) as client:
+        client.generate([prompt(0)])
+        while not tier(client).stored_blocks_total or tier(client).num_to_store:
+            client.take_one()
+        check_host()
+        detach(client)
+        assert outcome(client) == "no storage is attached"
+        attach_files(tmp_path / "open")
+        assert (outcome(client) or "").startswith("tiers.storage.path: ")
+        assert tier(client).backend == "host"
+        check_host()
+        attach_files(tmp_path / "kv")
+        assert outcome(client) is None
+        assert [level.tier for level in tier(client).levels] == ["host", "storage"]
+        while not tier(client).levels[1].stored_blocks_total or tier(client).num_to_store:
+            client.take_one()
+        check_host()
+        attach_files(tmp_path / "kv")
+        assert outcome(client) == "storage is attached; detach it first"
+        detach(client)
+        assert outcome(client) is None
+        assert tier(client).backend == "host"
+        check_host()
+    with engine(checkpoint, storage=msgspec.structs.replace(host, backend=file_storage(tmp_path / "kv"))) as client:
+        check_host()
+    with engine(
+        checkpoint, storage=msgspec.structs.replace(host, host_fd=None, backend=file_storage(tmp_path / "kv"))
+    ) as client:
+        [answer] = client.generate([prompt(0)])
+        assert (answer.token_ids, answer.hit_tokens["storage"] > 0) == (right[0], True)
     os.close(host_fd)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from swiftkv.engine.messages import AttachStorage, DetachStorage
+from swiftkv.engine.messages import AttachStorage
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.engine.tier import StorageTier
 from swiftkv.models.registry import read_config
@@ -84,11 +84,10 @@ def test_storage_that_is_attached_gets_what_is_attended_in_host_memory(
         found = client.generate(turns)
         assert [answer.hit_tokens["host"] for answer in found] == CACHED
         attached = replace(spec(host_fd, 1), host_fd=host_fd if beside_host else None, backend=files)
-        for change in (DetachStorage(1), AttachStorage(2, attached)):
-            client.send(change)
-            while not client.changes:
-                client.take_one()
-            assert client.changes.pop().why_not is None
+        client.send(AttachStorage(1, attached))
+        while not client.changes:
+            client.take_one()
+        assert client.changes.pop().why_not is None
         wait_until_stored(client)
         assert client.host_blocks()[1] > 0
         assert client.stats is not None

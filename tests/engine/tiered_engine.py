@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv.engine.engine import Engine
-from swiftkv.engine.messages import CacheCommand, CacheReport
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.models.registry import read_config
 from swiftkv.shared_memory import map_memory
@@ -83,12 +82,6 @@ class Client(EngineThread[ModelRunner]):
         """Empty the prefix cache, and wait until no block is in use in host memory, and none cached."""
         self.forget_all()
         wait_for("blocks in host memory to be let go of", lambda: self.host_blocks() == (0, 0))
-
-    def forget_all(self) -> None:
-        """Empty the prefix cache."""
-        self.send(CacheCommand(1, clear=True))
-        while not isinstance(message := self.receive(), CacheReport):
-            self.take(message)
 
 
 @contextmanager

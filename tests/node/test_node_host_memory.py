@@ -80,15 +80,31 @@ def test_a_conversation_goes_on_in_another_engine_and_after_a_crash(node: NodePr
     assert node.engine_views()["one"]["storage"] == "ok"
 
 
-def test_pins_end_with_an_engine_that_was_killed_after_it_had_left_host_memory(node: NodeProcess) -> None:
+def test_storage_comes_and_goes_below_host_memory_also_for_engines_that_are_started_again(node: NodeProcess) -> None:
     history = [random.Random(6).randrange(3, 320) for _ in range(TURN_TOKENS)]
+    whole = TURN_TOKENS // 16 * 16
     complete(node, "one", history)
     wait_until_written(node, "one")
     answer, cached_tokens = complete(node, "two", [*history, 5])
-    assert cached_tokens == TURN_TOKENS // 16 * 16
-    url = f"{node.url}/admin/storage/two/detach"
-    assert httpx.post(url, headers=node.admin_headers(), timeout=DEADLINE_S).status_code == 200
-    assert pinned_by(node, 1) >= TURN_TOKENS // 16
+    assert cached_tokens == whole
+    assert pinned_by(node, 1) >= whole // 16
+    assert change_storage(node, "attach", {"backend": "file", "path": "kv", "size": "64MiB"})["backend"] == "file"
+    assert complete(node, "two", [*history, 5]) == (answer, whole)
     kill_engine(node, "two")
     assert pinned_by(node, 1) == 0
-    assert complete(node, "two", [*history, 5]) == (answer, 0)
+    assert complete(node, "two", [*history, 5]) == (answer, whole)
+    assert pinned_by(node, 1) >= whole // 16
+    assert node.engine_views()["two"]["storage_backend"] == "file"
+    assert change_storage(node, "detach")["backend"] == "host"
+    assert complete(node, "two", [*history, 5]) == (answer, whole)
+    assert change_storage(node, "detach")["error"]["message"] == "no storage is attached"
+    kill_engine(node, "two")
+    assert complete(node, "two", [*history, 5]) == (answer, whole)
+    assert pinned_by(node, 1) >= whole // 16
+
+
+def change_storage(node: NodeProcess, change: str, section: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Attach storage to model `two`, or detach it, and return the answer."""
+    url = f"{node.url}/admin/storage/two/{change}"
+    answer: dict[str, Any] = httpx.post(url, headers=node.admin_headers(), json=section, timeout=DEADLINE_S).json()
+    return answer

@@ -99,6 +99,7 @@ def storage_changes(client: EngineClient, directory: Path) -> StorageChanges:
         spec=lambda: remembered[-1],
         remember=remembered.append,
         directory=directory,
+        io_backend="kernel",
         why_not="its KV is nowhere" if client.name == "code" else None,
     )
 
