@@ -47,6 +47,7 @@ from swiftkv.transport.shm import map_peer_memory, map_pool
 _STOP_TIMEOUT_S = 5.0
 _DEADLINES_PER_WATCHDOG = 2  # rank 0 names the silent rank before it is itself taken for hung
 _NO_RUNS = np.empty((0, 5), np.int64)
+_NOBODY_IS_SILENT = " (no rank is silent now: rank 0, or all ranks at once, may have been stopped for too long)"
 _GIVE_UPS_PER_WATCHDOG = 8  # sets the time in which live followers must notice what rank 0 noticed
 
 
@@ -318,7 +319,10 @@ class _Followers:
         for watcher in self._watchers:
             watcher.join(max(0.0, deadline_s - time.monotonic()))
         silent = [f"rank {rank}" for rank, watcher in enumerate(self._watchers, start=1) if watcher.is_alive()]
-        self._end(1, f"{' and '.join(silent)} did not answer in time" if silent else str(error))
+        if silent:
+            self._end(1, f"{' and '.join(silent)} did not answer in time")
+        was_waiting = isinstance(error.__cause__, RuntimeError)  # for another rank, in a call of the group
+        self._end(1, f"{error}{_NOBODY_IS_SILENT if was_waiting else ''}")
 
     def close(self) -> None:
         """End the followers; returns when they are gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -153,6 +154,30 @@ def test_a_rank_that_stays_stopped_ends_the_engine_with_a_line(is_busy: bool, si
         assert engine.process.stderr.read().decode().splitlines() == [
             f"swiftkv: model tiny: rank {size - 1} did not answer in time; the engine ends"
         ]
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_was_stopped_for_too_long_ends_the_engine_with_a_line(checkpoint: Path) -> None:
+    """The others have given up by then, so none of them is silent."""
+    with start(checkpoint, 2, stderr=subprocess.PIPE, watchdog_s=8) as engine:
+        rank_0 = psutil.Process(engine.process.pid)
+        follower_fd = os.pidfd_open(rank_of(engine, 1).pid)
+        begin(engine)
+        stop(rank_0)
+        while not select.select([follower_fd], [], [], 6)[0]:  # rank 0 was stopped between two steps: once more
+            rank_0.resume()
+            begin(engine)
+            stop(rank_0)
+        os.close(follower_fd)
+        rank_0.resume()
+        assert engine.process.wait(TIMEOUT_S) == 1
+        assert engine.process.stderr is not None
+        (line,) = engine.process.stderr.read().decode().splitlines()
+        assert line.startswith("swiftkv: model tiny: a rank of this engine has ended, or does not answer: ")
+        assert line.endswith(
+            " (no rank is silent now: rank 0, or all ranks at once, may have been stopped for too long); "
+            "the engine ends"
+        )
 
 
 def test_a_rank_that_is_ended_by_a_real_time_signal_has_its_line_too(checkpoint: Path) -> None:
