@@ -82,7 +82,7 @@ ENVELOPE, LEVELS, BREAKER = "storage/envelope.py", "storage/levels.py", "storage
 FILE_MEDIUM, FILE_INDEX, HOST_MEDIUM = "storage/file_medium.py", "storage/file_index.py", "storage/host_medium.py"
 FILE_WRITING = "storage/file_writing.py"
 SENT, ENGINE, RULES = "server/sent_prefixes.py", "engine/engine.py", "engine/token_rules.py"
-HOST_MEMORY = "host/host_memory.cpp"
+HOST_MEMORY, FILE_READS = "host/host_memory.cpp", "files/file_reads.cpp"
 
 MUTANTS = [
     # Host memory.
@@ -1471,11 +1471,22 @@ MUTANTS = [
         "                if time.monotonic() > deadline_s:\n                    break\n                statuses.append",
         "                statuses.append",
     ),
+    one("files that were read stay open", FILE_READS, "        if (fd_ >= 0) close(fd_);\n", ""),
+    one("links to files are followed", FILE_READS, "O_RDONLY | O_NOFOLLOW | O_CLOEXEC", "O_RDONLY | O_CLOEXEC"),
+    one("a file that cannot be read has no reason", FILE_READS, "num_read < 0 ? -errno : num_read", "num_read"),
+    one("what follows a block is not read", FILE_READS, "{more.data(), more.size()}", "{more.data(), 0}"),
     one(
-        "files that were read stay open",
+        "files that nobody waits for any more are read",
+        FILE_READS,
+        "        for (; num_begun_ < files_.size(); ++num_begun_) results_[num_begun_] = -ECANCELED;\n",
+        "",
+    ),
+    one("a file that is too long is an object", FILE_MEDIUM, "disk_bytes(size) - size + 1", "disk_bytes(size) - size"),
+    one(
+        "a file that is gone is a failure",
         FILE_MEDIUM,
-        "                    opened.popleft()\n                    _close(fd)\n",
-        "                    opened.popleft()\n",
+        "Status.MISSING if num_read == -errno.ENOENT else Status.FAILED",
+        "Status.FAILED",
     ),
     one(
         "a part of a file is an object",

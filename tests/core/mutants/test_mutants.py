@@ -74,6 +74,7 @@ TESTS = {
             "file_states",
         )
     ],
+    "files": ["tests/storage/test_file_reads.py"],
     "host": ["tests/storage/test_host_medium.py", "tests/storage/test_host_states.py"],
     "server": ["tests/server/test_sent_prefixes.py"],
     "engine": [f"tests/engine/test_{name}.py" for name in ("engine_rules", "engine_drafts", "engine", "histories")],
