@@ -221,9 +221,11 @@ class AttachableTier(Tier):
 
     def _use_host_memory(self) -> None:
         """Use host memory alone, if there is any. If that fails, use none."""
-        spec = None if self._config.storage is None else self._config.storage.host_alone()
-        if spec is None:
+        configured = self._config.storage
+        if configured is None or (spec := configured.host_alone()) is None:
             return
+        if self._waits_for_storage:  # which will be added to this tier, and its policies hold then
+            spec = msgspec.structs.replace(configured, backend=None)
         try:
             self._tier = self._tier_of(self._opener(spec)())
         except _FAILURES as error:

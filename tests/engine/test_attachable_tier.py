@@ -376,6 +376,38 @@ def test_storage_is_attached_below_host_memory_and_leaves_it_alone(
     os.close(host_fd)
 
 
+def test_the_policies_of_storage_hold_that_is_added_below_host_memory(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]], closed: tuple[Path, TierSpec]
+) -> None:
+    """A prompt that is shorter than the default threshold is loaded, also after other storage could not be attached."""
+    directory, spec = closed
+    (tmp_path / "open").mkdir(mode=0o755)
+    short = prompt(0)[: 6 * BLOCK]
+    host_fd = make_host_memory(8 << 20, 4096)
+    spec = msgspec.structs.replace(spec, host_fd=host_fd)
+    for is_replaced in (False, True):
+        directory.chmod(0o755)
+        with engine(checkpoint, storage=spec, has_served=True) as client:
+            assert client.generate([prompt(1)])[0].token_ids == right[1]
+            if is_replaced:
+                other = msgspec.structs.replace(spec, backend=file_storage(tmp_path / "open"))
+                while (
+                    why_not := outcome_of(client, lambda c: c.send(AttachStorage(next(CHANGE_IDS), other)))
+                ) == "storage is being attached or detached; try again later":
+                    pass
+                assert why_not is not None
+            directory.chmod(0o700)
+            while tier(client).is_degraded:
+                client.take_one()
+            [first] = client.generate([short])
+            while not tier(client).levels[1].stored_blocks_total or tier(client).num_to_store:
+                client.take_one()
+            client.forget_all()
+            [again] = client.generate([short])
+            assert (again.token_ids, again.cached_tokens > 0) == (first.token_ids, True)
+    os.close(host_fd)
+
+
 class MoodyMedium(MemoryMedium):
     """A medium that cannot be made until a file is there, and says so in its own way."""
 
