@@ -1,8 +1,9 @@
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
+#include <nanobind/stl/filesystem.h>
 
 #include <cstdint>
-#include <string>
+#include <filesystem>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -42,7 +43,8 @@ class Reads {
         for (size_t i = 0; i < nb::len(paths); ++i) {
             const auto pair = nb::cast<nb::tuple>(into[i]);
             if (pair.size() != 2) throw std::invalid_argument("into: a file has a header and a block");
-            FileRead file{nb::cast<std::string>(paths[i]), {}, nb::cast<size_t>(num_more[i])};
+            // The encoding of names is that of the file system, as in Python's own functions.
+            FileRead file{nb::cast<std::filesystem::path>(paths[i]), {}, nb::cast<size_t>(num_more[i])};
             for (size_t part = 0; part < 2; ++part) file.parts[part] = buffers.emplace_back(pair[part], true).bytes();
             files.push_back(std::move(file));
         }

@@ -57,6 +57,7 @@ class AttachableTier(Tier):
         self._scheduler = scheduler
         self._groups = [region.group for region in runner.pool.regions]
         self._host = open_host_pins(runner, config.storage)
+        self._host_memory = None if self._host is None else self._host.guarded  # None: it was not opened yet
         self._num_attended = 0  # hits on blocks that steps attend to in host memory, without loads
         self._tier = Tier()
         self._change: _Opening | _Leaving | None = None  # the change in progress
@@ -221,9 +222,11 @@ class AttachableTier(Tier):
 
     def _use_host_memory(self) -> None:
         """Use host memory alone, if there is any. If that fails, use none."""
-        spec = None if self._config.storage is None else self._config.storage.host_alone()
-        if spec is None:
+        configured = self._config.storage
+        if configured is None or (spec := configured.host_alone()) is None:
             return
+        if self._waits_for_storage:  # which will be added to this tier, and its policies hold then
+            spec = msgspec.structs.replace(configured, backend=None)
         try:
             self._tier = self._tier_of(self._opener(spec)())
         except _FAILURES as error:
@@ -294,9 +297,10 @@ class AttachableTier(Tier):
         return _Work("storage opening", self._opener(spec), self.wakeup.wake)
 
     def _opener(self, spec: TierSpec) -> Callable[[], OpenStorage]:
-        return lambda: open_storage(spec, self._groups, self._runner, self._host)
+        return lambda: open_storage(spec, self._groups, self._runner, host_memory=self._host_memory, host=self._host)
 
     def _tier_of(self, opened: OpenStorage) -> StorageTier:
+        self._host_memory = self._host_memory or opened.host_memory
         return StorageTier(
             opened,
             self._scheduler,

@@ -340,15 +340,24 @@ class OpenStorage:
     keys: ObjectKeys
     reach: Reach
     queue: Tensor  # the memory of the writer
+    host_memory: GuardedMedium | None = None  # the first level, if it is host memory
     host: HostPins | None = None  # pins blocks of the first level, if steps read them there
 
 
 def open_storage(
-    spec: TierSpec, groups: list[KVGroup], runner: ModelRunner, host: HostPins | None = None
+    spec: TierSpec,
+    groups: list[KVGroup],
+    runner: ModelRunner,
+    *,
+    host_memory: GuardedMedium | None = None,
+    host: HostPins | None = None,
 ) -> OpenStorage:
     """Open host memory and storage for a model. Takes long, because it reads all weights; may run in any thread.
 
-    `host` pins blocks in host memory, if the engine's steps read them there.
+    Args:
+        host_memory: Host memory that was opened before. It is used again: to map it once more would take as long as the
+            kernel takes to enter all of its pages.
+        host: Pins blocks in host memory, if the engine's steps read them there.
 
     Raises:
         ConfigError: The backend cannot be opened, the pools of other ranks cannot be mapped, or memory cannot be
@@ -362,12 +371,12 @@ def open_storage(
     levels = []
     name = HOST_TIER
     if spec.host_fd is None:
-        host = None
-    elif host is not None:
-        levels.append(Level(HOST_TIER, SealedBackend(host.guarded, keys.fingerprint)))
+        host_memory = host = None
     else:
-        medium = _begin(HostMedium.of(spec.host_fd, spec.host_member), spec.host_member)
-        levels.append(Level(HOST_TIER, SealedBackend(GuardedMedium(medium, Breaker()), keys.fingerprint)))
+        if host_memory is None:
+            medium = _begin(HostMedium.of(spec.host_fd, spec.host_member), spec.host_member)
+            host_memory = GuardedMedium(medium, Breaker())
+        levels.append(Level(HOST_TIER, SealedBackend(host_memory, keys.fingerprint)))
     if spec.backend is not None:
         options = parse_storage(spec.backend, "tiers.storage", Path(spec.directory))
         name = options.backend
@@ -375,7 +384,7 @@ def open_storage(
             levels.append(Level("storage", open_backend(options, keys.fingerprint)))
         except ConfigError as error:
             raise ConfigError(f"tiers.storage.{error}") from error
-    return OpenStorage(spec, name, Levels(levels), keys, reach, queue, host)
+    return OpenStorage(spec, name, Levels(levels), keys, reach, queue, host_memory, host)
 
 
 def open_host_pins(runner: ModelRunner, spec: TierSpec | None) -> HostPins | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -373,6 +374,66 @@ def test_storage_is_attached_below_host_memory_and_leaves_it_alone(
     ) as client:
         [answer] = client.generate([prompt(0)])
         assert (answer.token_ids, answer.hit_tokens["storage"] > 0) == (right[0], True)
+    os.close(host_fd)
+
+
+def test_the_policies_of_storage_hold_that_is_added_below_host_memory(
+    checkpoint: Path, tmp_path: Path, right: dict[int, list[int]], closed: tuple[Path, TierSpec]
+) -> None:
+    """A prompt that is shorter than the default threshold is loaded, also after other storage could not be attached."""
+    directory, spec = closed
+    (tmp_path / "open").mkdir(mode=0o755)
+    short = prompt(0)[: 6 * BLOCK]
+    host_fd = make_host_memory(8 << 20, 4096)
+    spec = msgspec.structs.replace(spec, host_fd=host_fd)
+    other = msgspec.structs.replace(spec, backend=file_storage(tmp_path / "open"))
+
+    def attach_other(client: EngineThread[ModelRunner]) -> None:
+        client.send(AttachStorage(next(CHANGE_IDS), other))
+
+    for is_replaced in (False, True):
+        directory.chmod(0o755)
+        with engine(checkpoint, storage=spec, has_served=True) as client:
+            assert client.generate([prompt(1)])[0].token_ids == right[1]
+            if is_replaced:
+                while (
+                    why_not := outcome_of(client, attach_other)
+                ) == "storage is being attached or detached; try again later":
+                    pass
+                assert why_not is not None
+            directory.chmod(0o700)
+            while tier(client).is_degraded:
+                client.take_one()
+            [first] = client.generate([short])
+            while not tier(client).levels[1].stored_blocks_total or tier(client).num_to_store:
+                client.take_one()
+            client.forget_all()
+            [again] = client.generate([short])
+            assert (again.token_ids, again.cached_tokens > 0) == (first.token_ids, True)
+    os.close(host_fd)
+
+
+def num_host_mappings() -> int:
+    return sum("swiftkv-host" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_host_memory_is_mapped_once_whatever_comes_and_goes_below_it(checkpoint: Path, tmp_path: Path) -> None:
+    host_fd = make_host_memory(8 << 20, 4096)
+    host = TierSpec(None, "/", host_fd=host_fd)
+    gc.disable()  # a tier that was left is freed by the next collection, which may be much later
+    try:
+        with engine(checkpoint, storage=host) as client:
+            client.generate([prompt(0)])
+            num_before = num_host_mappings()
+            for _ in range(2):
+                spec = msgspec.structs.replace(host, backend=file_storage(tmp_path / "kv"))
+                client.send(AttachStorage(next(CHANGE_IDS), spec))
+                assert outcome(client) is None
+                detach(client)
+                assert outcome(client) is None
+            assert num_host_mappings() == num_before
+    finally:
+        gc.enable()
     os.close(host_fd)
 
 

@@ -79,6 +79,13 @@ def test_files_of_any_length_may_be_waited_for_in_any_order(tmp_path: Path, seed
             assert reads.wait(i) >= 0, "it may be asked again"
 
 
+def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff")
+    content = write(path, HEADER_BYTES + 1, 0)
+    with begin([path], [buffers(1)]) as reads:
+        assert reads.wait(0) == len(content)
+
+
 def test_files_that_cannot_be_read_give_errors_and_others_their_bytes(tmp_path: Path) -> None:
     first, last = tmp_path / "first", tmp_path / "last"
     content = write(first, HEADER_BYTES + SHARED_BYTES, 0)
