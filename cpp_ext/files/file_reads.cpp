@@ -102,7 +102,10 @@ int64_t FileReads::read(size_t index) {
     const std::array<iovec, 3> places{
         {{header.data(), header.size()}, {block.data(), block.size()}, {more.data(), more.size()}}};
     const auto from_the_beginning = [&](int flags) {
-        return preadv2(opened.fd(), places.data(), places.size(), 0, flags);
+        ssize_t num_read;
+        do num_read = preadv2(opened.fd(), places.data(), places.size(), 0, flags);
+        while (num_read < 0 && errno == EINTR);
+        return num_read;
     };
     // One byte is left over at the end of a file, where a read returns less than it was asked for.
     const auto all_but_one = std::max<ssize_t>(static_cast<ssize_t>(num_wanted(file)) - 1, 0);

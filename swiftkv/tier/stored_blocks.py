@@ -41,7 +41,6 @@ class StoredBlocks:
     def __init__(self, levels: Levels, keys: ObjectKeys) -> None:
         self._levels = levels
         self._keys = keys
-        self._depths = {level.tier: depth for depth, level in enumerate(levels.levels)}
 
     def exists(self, names: Sequence[BlockName], deadline_s: float) -> list[bool]:
         """Return for each block whether all of its parts are there."""
@@ -70,7 +69,8 @@ class StoredBlocks:
         is the lowest of its parts' tiers.
         """
         statuses, tiers = self._levels.get(self._objects(names), [part for parts in into for part in parts], deadline_s)
-        lowest = [max(parts, key=lambda tier: self._depths.get(tier, -1)) for parts in self._by_block(tiers)]
+        depths = {level.tier: depth for depth, level in enumerate(self._levels.levels)}
+        lowest = [max(parts, key=lambda tier: depths.get(tier, -1)) for parts in self._by_block(tiers)]
         return [_status_of(parts) for parts in self._by_block(statuses)], lowest
 
     def put(self, names: Sequence[BlockName], sources: Sequence[RankParts], deadline_s: float) -> list[Status]:
