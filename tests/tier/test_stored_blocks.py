@@ -35,11 +35,13 @@ def parts(blocks: np.ndarray) -> list[list[memoryview]]:
 
 
 def stored() -> tuple[StoredBlocks, list[MemoryMedium]]:
-    """Return blocks in two levels, and what lies in each."""
+    """Return blocks in two levels, of which the lower one was added later, and what lies in each."""
     media = [MemoryMedium(f"{tier} {uuid4()}") for tier in ("host", "storage")]
     backends = [SealedBackend(GuardedMedium(medium, Breaker()), KEYS.fingerprint) for medium in media]
-    levels = [Level(tier, backend) for tier, backend in zip(("host", "storage"), backends, strict=True)]
-    return StoredBlocks(Levels(levels), KEYS), media
+    levels = Levels([Level("host", backends[0])])
+    blocks = StoredBlocks(levels, KEYS)
+    levels.add(Level("storage", backends[1]))
+    return blocks, media
 
 
 def test_every_rank_gets_its_own_part() -> None:
