@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,6 +68,11 @@ def without_a_verb(source: str) -> list[int]:
     return found
 
 
+def places(find: Callable[[str], list[int]], files: Iterable[Path]) -> list[str]:
+    """Return the files and lines that `find` finds in their sources."""
+    return [f"{file.relative_to(ROOT)}:{line}" for file in files for line in find(file.read_text())]
+
+
 @pytest.mark.parametrize(
     ("docstring", "is_headless"),
     [
@@ -87,8 +92,7 @@ def test_headless_clauses_are_found(docstring: str, is_headless: bool) -> None:
 
 def test_no_docstring_is_headless() -> None:
     """A docstring begins with a verb ("Return …") or, for data, with a noun phrase ("The number of …")."""
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in headless(path.read_text())]
-    assert found == []
+    assert places(headless, SOURCES) == []
 
 
 @pytest.mark.parametrize(
@@ -104,8 +108,7 @@ def test_docstrings_of_nothing_are_found(source: str, is_astray: bool) -> None:
 
 
 def test_every_docstring_documents_something() -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in astray(path.read_text())]
-    assert found == []
+    assert places(astray, SOURCES) == []
 
 
 @pytest.mark.parametrize(
@@ -126,5 +129,4 @@ def test_functions_without_a_verb_are_found(function: str, is_without: bool) -> 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     programs = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in programs for line in without_a_verb(path.read_text())]
-    assert found == []
+    assert places(without_a_verb, programs) == []

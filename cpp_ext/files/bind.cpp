@@ -23,7 +23,6 @@ class Reads {
         : reads_(to_files(paths, into, num_more, buffers_)) {}
 
     int64_t wait(size_t index) {
-        if (index >= buffers_.size() / 2) throw nb::index_error();
         if (reads_.is_read(index)) return reads_.wait(index);  // giving the GIL away may take longer than all the rest
         const nb::gil_scoped_release released;
         return reads_.wait(index);

@@ -23,7 +23,7 @@ from swiftkv.engine.runner import ModelRunner
 from swiftkv.storage.backend import Capabilities
 from swiftkv.storage.host_medium import make_host_memory
 from swiftkv.tier.messages import TierSpec, TierStats
-from tests.engine.engine_process import TIMEOUT_S, Answer
+from tests.engine.engine_process import TIMEOUT_S, tokens
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lanes import LateRunner
@@ -33,6 +33,7 @@ from tests.support.storage import MemoryMedium, StuckMedium, dynamic_options
 BLOCK = 16
 PROMPT_TOKENS = 300
 CHANGE_IDS = itertools.count(1)
+BUSY = "storage is being attached or detached; try again later"
 
 
 def prompt(seed: int) -> list[int]:
@@ -113,9 +114,12 @@ def tier(client: EngineThread[ModelRunner]) -> TierStats:
     return client.stats.tier
 
 
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    assert all(answer.error is None for answer in answers)
-    return [answer.token_ids for answer in answers]
+def wait_until_in(client: EngineThread[ModelRunner], name: str) -> None:
+    """Wait until a tier has some blocks, and none is left to write."""
+    while tier(client).num_to_store or not any(
+        level.stored_blocks_total for level in tier(client).levels if level.tier == name
+    ):
+        client.take_one()
 
 
 def test_storage_that_cannot_register_memory_is_not_attached(checkpoint: Path, right: dict[int, list[int]]) -> None:
@@ -261,7 +265,7 @@ def test_changes_that_cannot_be_made_are_refused_and_change_nothing(checkpoint: 
         assert why_not.startswith("tiers.storage.path: ")
         attach(client, storage_that_opens_late(tmp_path / "may open"))
         attach(client, file_storage(tmp_path / "kv"))
-        assert outcome(client) == "storage is being attached or detached; try again later"
+        assert outcome(client) == BUSY
         (tmp_path / "may open").touch()
         assert outcome(client) is None
         attach(client, file_storage(tmp_path / "kv"))
@@ -321,8 +325,7 @@ def test_host_memory_is_used_while_storage_cannot_be(
         assert outcome(client) is None
     directory.chmod(0o755)
     with engine(checkpoint, storage=spec, has_served=True) as client:
-        while (why_not := outcome_of(client, detach)) is not None:  # it is just trying to open the storage
-            assert why_not == "storage is being attached or detached; try again later"
+        assert outcome_at_last(client, detach) is None
         assert tier(client).backend == "host", "host memory stays"
     os.close(host_fd)
 
@@ -346,8 +349,7 @@ def test_storage_is_attached_below_host_memory_and_leaves_it_alone(
 
     with engine(checkpoint, storage=host) as client:
         client.generate([prompt(0)])
-        while not tier(client).stored_blocks_total or tier(client).num_to_store:
-            client.take_one()
+        wait_until_in(client, "host")
         check_host()
         detach(client)
         assert outcome(client) == "no storage is attached"
@@ -358,8 +360,7 @@ def test_storage_is_attached_below_host_memory_and_leaves_it_alone(
         attach_files(tmp_path / "kv")
         assert outcome(client) is None
         assert [level.tier for level in tier(client).levels] == ["host", "storage"]
-        while not tier(client).levels[1].stored_blocks_total or tier(client).num_to_store:
-            client.take_one()
+        wait_until_in(client, "storage")
         check_host()
         attach_files(tmp_path / "kv")
         assert outcome(client) == "storage is attached; detach it first"
@@ -396,17 +397,12 @@ def test_the_policies_of_storage_hold_that_is_added_below_host_memory(
         with engine(checkpoint, storage=spec, has_served=True) as client:
             assert client.generate([prompt(1)])[0].token_ids == right[1]
             if is_replaced:
-                while (
-                    why_not := outcome_of(client, attach_other)
-                ) == "storage is being attached or detached; try again later":
-                    pass
-                assert why_not is not None
+                assert outcome_at_last(client, attach_other) is not None
             directory.chmod(0o700)
             while tier(client).is_degraded:
                 client.take_one()
             [first] = client.generate([short])
-            while not tier(client).levels[1].stored_blocks_total or tier(client).num_to_store:
-                client.take_one()
+            wait_until_in(client, "storage")
             client.forget_all()
             [again] = client.generate([short])
             assert (again.token_ids, again.cached_tokens > 0) == (first.token_ids, True)
@@ -515,8 +511,7 @@ def test_storage_that_is_waited_for_can_be_detached_or_replaced(
 ) -> None:
     directory, spec = closed
     with engine(checkpoint, storage=spec, has_served=True) as client:
-        while outcome_of(client, detach) == "storage is being attached or detached; try again later":
-            pass
+        outcome_at_last(client, detach)
         attach(client, file_storage(tmp_path / "other"))
         assert outcome(client) is None
         directory.chmod(0o700)
@@ -535,8 +530,7 @@ def test_storage_that_is_waited_for_is_tried_again_after_other_storage_failed(
         def attach_other(client: EngineThread[ModelRunner]) -> None:
             attach(client, file_storage(tmp_path / "open"))
 
-        while (why_not := outcome_of(client, attach_other)) == "storage is being attached or detached; try again later":
-            pass
+        why_not = outcome_at_last(client, attach_other)
         assert why_not is not None
         assert why_not.startswith("tiers.storage.path: ")
         assert tier(client).is_degraded
@@ -551,7 +545,7 @@ def test_storage_that_is_waited_for_is_not_detached_while_other_storage_is_opene
     monkeypatch.setattr(attachable_tier, "_OPEN_AGAIN_S", 3600.0)
     with engine(checkpoint, storage=closed[1], has_served=True) as client:
         attach(client, storage_that_opens_late(tmp_path / "may open"))
-        assert outcome_of(client, detach) == "storage is being attached or detached; try again later"
+        assert outcome_of(client, detach) == BUSY
         (tmp_path / "may open").touch()
         assert outcome(client) is None
         assert tier(client).backend == "dynamic"
@@ -561,3 +555,12 @@ def test_storage_that_is_waited_for_is_not_detached_while_other_storage_is_opene
 def outcome_of(client: EngineThread[ModelRunner], change: Callable[[EngineThread[ModelRunner]], None]) -> str | None:
     change(client)
     return outcome(client)
+
+
+def outcome_at_last(
+    client: EngineThread[ModelRunner], change: Callable[[EngineThread[ModelRunner]], None]
+) -> str | None:
+    """Ask for a change until the engine is no longer trying to open other storage, and return the outcome."""
+    while (why_not := outcome_of(client, change)) == BUSY:
+        pass
+    return why_not

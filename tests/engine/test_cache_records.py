@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv.engine.messages import CacheCommand, CacheReport, Explanation
 from swiftkv.engine.runner import ModelRunner
-from tests.engine.engine_process import EngineClient
+from tests.engine.engine_process import EngineClient, wait_until_stored
 from tests.engine.engine_thread import EngineThread
 from tests.engine.tiered_engine import BLOCK, prompt
 
@@ -115,9 +115,7 @@ def test_reasons_of_a_tier_below(
     first = prompt(100, 1)
     with engine(checkpoints["llama"], storage={"backend": file, **spec}) as client:
         client.generate([first])
-        client.wait_for_rest()
-        while client.stats is not None and client.stats.tier is not None and client.stats.tier.num_to_store:
-            client.take_one()
+        wait_until_stored(client)
     faulty = {"backend": "fault", "inner": file, **fault}
     patience = {"prefetch_timeout_base_s": 0.2 if reason == "late" else 60.0}
     with engine(checkpoints["llama"], storage={"backend": faulty, **spec, **patience}) as client:

@@ -20,6 +20,7 @@ from tests.engine.tiered_engine import (
     CACHED,
     OPTIONS,
     PROMPTS,
+    change,
     check,
     engine,
     fill,
@@ -84,10 +85,7 @@ def test_storage_that_is_attached_gets_what_is_attended_in_host_memory(
         found = client.generate(turns)
         assert [answer.hit_tokens["host"] for answer in found] == CACHED
         attached = replace(spec(host_fd, 1), host_fd=host_fd if beside_host else None, backend=files)
-        client.send(AttachStorage(1, attached))
-        while not client.changes:
-            client.take_one()
-        assert client.changes.pop().why_not is None
+        change(client, AttachStorage(1, attached))
         wait_until_stored(client)
         assert client.host_blocks()[1] > 0
         assert client.stats is not None

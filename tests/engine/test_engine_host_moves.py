@@ -30,6 +30,7 @@ from tests.engine.tiered_engine import (
     OPTIONS,
     PROMPTS,
     Client,
+    change,
     check,
     engine,
     fill,
@@ -319,14 +320,6 @@ def test_storage_comes_and_goes_while_a_search_has_pinned_blocks(
         found = client.generate(TURNS)
         assert tokens(found) == right[mover.checkpoint]
         assert found[0].hit_tokens["host"] >= 160
-
-
-def change(client: Client, message: AttachStorage | DetachStorage) -> None:
-    """Have storage attached or detached, and wait for it."""
-    client.send(message)
-    while not client.changes:
-        client.take_one()
-    assert client.changes.pop().why_not is None
 
 
 @IN_STEP_AND_AHEAD

@@ -9,14 +9,16 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from swiftkv.engine.messages import EXIT_LOAD_FAILED
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.lease.messages import LendingSpec, LinkGeometry, PeerSpec
+from swiftkv.lease.messages import LinkGeometry
 from swiftkv.models.registry import read_config
 from tests.engine.engine_process import TIMEOUT_S, EngineProcess
 from tests.engine.engine_thread import EngineThread
 from tests.support.checkpoints import make_checkpoint
+from tests.support.lender_by_hand import borrowing_over
 
 BLOCK_SIZE = 16
 PROMPT = [3 + i % 300 for i in range(40)]
@@ -48,18 +50,7 @@ def test_an_engine_that_lends_and_cannot_listen_says_so_in_one_line(tmp_path: Pa
     make_checkpoint(tmp_path / "model", "llama")
     (group,) = read_config(tmp_path / "model").kv_groups(BLOCK_SIZE, "float32")
     link = LinkGeometry(0, 0, 1, 1, group.block_bytes, 8, 0, 1)
-    lending = LendingSpec(
-        leases_address=f"ipc://{tmp_path}/leases",
-        lenders=[PeerSpec("lender", f"ipc://{tmp_path}/lender", [link])],
-        borrowers=[],
-        budget_bytes=0,
-        window_s=1.0,
-        policy="total",
-        transport="shm",
-        stream_buffers=1,
-        rendezvous=str(tmp_path),
-        max_wait_s=1.0,
-    )
+    lending = replace(borrowing_over(link, tmp_path), stream_buffers=1, max_wait_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         engine = EngineProcess(
             tmp_path / "model",

@@ -10,11 +10,12 @@ from typing import Literal
 import pytest
 import torch
 import zmq
+from msgspec.structs import replace
 
 from swiftkv._core import StepPlan
 from swiftkv.engine.messages import EngineConfig
 from swiftkv.engine.runner import ModelRunner
-from swiftkv.lease.messages import Accept, Detached, LendingSpec, LinkGeometry, Offer, PeerSpec
+from swiftkv.lease.messages import Accept, Detached, LinkGeometry, Offer
 from swiftkv.lease.process import Identity, start_ticks
 from swiftkv.models.registry import read_config
 from swiftkv.transport.fence import Fence
@@ -23,7 +24,7 @@ from tests.engine.engine_thread import EngineThread
 from tests.lease.lending_process import Admin, held
 from tests.support.checkpoints import make_checkpoint
 from tests.support.lender import Lender
-from tests.support.lender_by_hand import LenderByHand
+from tests.support.lender_by_hand import LenderByHand, borrowing_over
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8
@@ -112,19 +113,8 @@ def test_a_step_that_does_not_count_leaves_nothing(
     fate: Fate, when: When, is_ahead: bool, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     link = LinkGeometry(0, 0, 1, 1, checkpoint.block_bytes, NUM_EXTENTS, 0, 1)
-    address = f"ipc://{tmp_path}/lender"
-    lending = LendingSpec(
-        leases_address=f"ipc://{tmp_path}/leases",
-        lenders=[PeerSpec("lender", address, [link])],
-        borrowers=[],
-        budget_bytes=0,
-        window_s=1.0,
-        policy="total",
-        transport="shm",
-        stream_buffers=1,
-        rendezvous=str(tmp_path),
-        max_wait_s=TIMEOUT_S,
-    )
+    lending = replace(borrowing_over(link, tmp_path), stream_buffers=1, max_wait_s=TIMEOUT_S)
+    address = lending.lenders[0].leases_address
     engine = EngineThread(
         checkpoint.directory,
         UnluckyRunner,
@@ -138,7 +128,11 @@ def test_a_step_that_does_not_count_leaves_nothing(
     runner = engine.runner
     runner.fate, runner.when = fate, when
     num_bytes = -(-NUM_EXTENTS * checkpoint.block_bytes // 4096) * 4096
-    with engine.running(), zmq.Context() as context, closing(LenderByHand(address, context)) as lender:
+    with (
+        engine.running(),
+        zmq.Context() as context,
+        closing(LenderByHand(address, context)) as lender,
+    ):
         paths = [tmp_path / "first", tmp_path / "second"]
         with Lender(paths if fate == "copies fail" else paths[:1], num_bytes, serve=False) as process:
             lend(lender, process, paths[0])
@@ -163,7 +157,7 @@ def test_a_step_that_does_not_count_leaves_nothing(
 
 def lend(lender: LenderByHand, process: Lender, path: Path, epoch: int = 1) -> None:
     pid = process.process.pid
-    lender.be_attached(Identity("lender", pid, pid, start_ticks(pid)), path)
+    lender.be_attached(Identity("a", pid, pid, start_ticks(pid)), path)
     lender.say(Offer, [*range(NUM_EXTENTS)], [epoch] * NUM_EXTENTS)
     lender.receive(Accept)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv.engine.engine import Engine
+from swiftkv.engine.messages import AttachStorage, DetachStorage
 from swiftkv.engine.runner import ModelRunner
 from swiftkv.models.registry import read_config
 from swiftkv.shared_memory import map_memory
@@ -82,6 +83,14 @@ class Client(EngineThread[ModelRunner]):
         """Empty the prefix cache, and wait until no block is in use in host memory, and none cached."""
         self.forget_all()
         wait_for("blocks in host memory to be let go of", lambda: self.host_blocks() == (0, 0))
+
+
+def change(client: Client, message: AttachStorage | DetachStorage) -> None:
+    """Have storage attached or detached, and wait for it."""
+    client.send(message)
+    while not client.changes:
+        client.take_one()
+    assert client.changes.pop().why_not is None
 
 
 @contextmanager
